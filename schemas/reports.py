@@ -1,0 +1,179 @@
+"""What each stage says about itself: small, typed, JSON. A stage result is a report and references to what was made."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from schemas.base import Frozen
+from schemas.refs import Ref
+
+
+class Dropped(Frozen):
+    """Something left out, and why. Nothing is ever left out without one of these."""
+
+    what: str
+    reason: str
+
+
+class IngestReport(Frozen):
+    n_files: int
+    n_trajectories: int
+    n_turns: int
+    by_format: dict[str, int]
+    by_outcome: dict[str, int]
+    by_exit_status: dict[str, int] = {}
+    redactions: dict[str, int] = {}
+    redact: bool = True
+    quarantined: tuple[Dropped, ...] = ()
+    duplicates: tuple[Dropped, ...] = ()
+
+
+class RenderReport(Frozen):
+    n_branches: int
+    n_tokens: int
+    n_scored: int
+    tokens_by_kind: dict[str, int]
+    by_split: dict[str, int]
+    length_tokens: dict[str, int] = Field(description="min, p50, p90, max of branch lengths, before any is dropped")
+    kept_at_limit: dict[str, int] = Field(description="how many runs each length limit would keep")
+    template: str
+    dropped: tuple[Dropped, ...] = ()
+
+
+class PairReport(Frozen):
+    n_pairs: int
+    by_rule: dict[str, int]
+    by_split: dict[str, int]
+    n_tasks_with_pairs: int
+    rejected_by_reason: dict[str, int] = Field(
+        default={}, description="candidate pairs refused, by the guard that refused them"
+    )
+    shared_prefix_tokens: dict[str, int] = Field(default={}, description="min, p50, p90, max")
+    length_gap_tokens: dict[str, float] = Field(default={}, description="chosen minus rejected: mean and mean absolute")
+    dropped: tuple[Dropped, ...] = ()
+
+
+class TrainPoint(Frozen):
+    """One logged optimiser step."""
+
+    step: int
+    epoch: float
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_s: float
+    margin: float | None = None
+    accuracy: float | None = None
+    chosen_logp: float | None = Field(default=None, description="mean nats per scored token")
+    rejected_logp: float | None = None
+
+
+class TrainReport(Frozen):
+    stage: Literal["sft", "simpo"]
+    n_examples: int = Field(description="rows of SFT, pairs of SimPO")
+    n_steps: int
+    n_tokens_seen: int = Field(description="tokens that attention saw, without padding, over the whole run")
+    n_tokens_scored: int
+    padding_share: float = Field(ge=0, le=1)
+    first_loss: float = Field(
+        description="mean of the first logged quarter of the steps, in nats per scored token for SFT"
+    )
+    last_loss: float
+    first_margin: float | None = Field(
+        default=None, description="mean margin on the training pairs before step 1, nats per token"
+    )
+    last_margin: float | None = Field(default=None, description="the same after the last step")
+    wall_s: float
+    world_size: int
+    backend: str = Field(description="collectives: none, gloo or nccl")
+    plan: str
+    peak_memory_bytes: int
+    resumed_from_step: int = 0
+    settings: dict[str, str] = Field(default={}, description="what was really in effect: attention, dtype, versions")
+    curve: tuple[TrainPoint, ...] = ()
+
+
+class BucketScore(Frozen):
+    max_tokens: int | None = Field(description="upper edge of the bucket; None: above the last edge")
+    n_branches: int
+    nll_per_action_token: float | None
+
+
+class ModelScore(Frozen):
+    """One model on the held-out tasks."""
+
+    name: Literal["base", "sft", "simpo", "incumbent"]
+    n_branches: int
+    n_pairs: int
+    nll_per_action_token: float | None = Field(description="nats, over resolved held-out branches; None without any")
+    pair_accuracy: float | None
+    pair_accuracy_ci95: tuple[float, float] | None = None
+    mean_margin: float | None
+    buckets: tuple[BucketScore, ...] = ()
+
+
+class EvalReport(Frozen):
+    models: tuple[ModelScore, ...]
+    n_heldout_tasks: int
+    wall_s: float
+    settings: dict[str, str] = {}
+
+    def of(self, name: str) -> ModelScore | None:
+        return next((score for score in self.models if score.name == name), None)
+
+
+class PromoteReport(Frozen):
+    promoted: bool
+    reasons: tuple[str, ...]
+    candidate_sha256: str
+    incumbent_sha256: str | None
+
+
+class StageResult(Frozen):
+    """Base of what a stage returns. `registry` lets a stored record be read back as its own type."""
+
+    registry: ClassVar[dict[str, type["StageResult"]]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: object) -> None:
+        StageResult.registry[cls.__name__] = cls
+
+    def refs(self) -> tuple[Ref, ...]:
+        return tuple(value for _, value in self if isinstance(value, Ref))
+
+
+class Ingested(StageResult):
+    trajectories: Ref
+    report: IngestReport
+
+
+class ModelReady(StageResult):
+    model: Ref
+    name: str
+    n_parameters: int
+
+
+class Rendered(StageResult):
+    branches: Ref
+    report: RenderReport
+
+
+class Paired(StageResult):
+    pairs: Ref
+    derived_branches: Ref | None = Field(
+        default=None, description="branches made for step and repair pairs; same schema as branches"
+    )
+    report: PairReport
+
+
+class Trained(StageResult):
+    adapter: Ref
+    report: TrainReport
+
+
+class Evaluated(StageResult):
+    report: EvalReport
+
+
+class Promoted(StageResult):
+    report: PromoteReport
