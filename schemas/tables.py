@@ -1,6 +1,6 @@
 """The Arrow tables that stages hand to each other: fixed schemas, never inferred ones.
 
-`large_string` because plain `string` columns overflow at 2 GiB per chunk. Token spans are runs, not one value per token:
+`large_string` because plain `string` columns overflow at 2 GiB per chunk. Token spans are runs, not a value per token:
 an 80K-token branch has a few hundred of them, they carry the message they came from, and they expand in one call.
 """
 

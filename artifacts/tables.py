@@ -1,0 +1,59 @@
+"""Reading and writing the Arrow tables: record batches out, memory-mapped rows in."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from schemas.errors import ArtifactError
+from schemas.refs import Ref
+from schemas.tables import TABLES
+
+ROWS_PER_BATCH = 64
+"""Small enough that a batch of 80K-token rows stays under a few tens of megabytes."""
+
+
+def write_table(
+    path: Path, schema: pa.Schema, rows: Iterable[Mapping[str, Any]], *, rows_per_batch: int = ROWS_PER_BATCH
+) -> int:
+    """Streams rows into an Arrow IPC file; memory holds one batch at a time.
+
+    Returns:
+        the number of rows written.
+
+    Raises:
+        pyarrow.ArrowInvalid: a row does not fit the schema.
+    """
+    iterator, n_rows = iter(rows), 0
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        while batch := list(islice(iterator, rows_per_batch)):
+            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
+            n_rows += len(batch)
+    return n_rows
+
+
+def open_table(source: Ref | Path) -> pa.Table:
+    """Memory-maps a table; nothing is read until a column or row is.
+
+    Raises:
+        ArtifactError: the file is missing, is no Arrow file, or has another schema than this version writes.
+    """
+    path = Path(source.path) if isinstance(source, Ref) else source
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(path), "r")).read_all()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ArtifactError(f"{path}: not a readable Arrow file ({error})") from error
+    name = (table.schema.metadata or {}).get(b"traceforge.table", b"").decode()
+    expected = TABLES.get(name)
+    if expected is None or not table.schema.equals(expected, check_metadata=True):
+        raise ArtifactError(f"{path}: not a table that this version of traceforge writes (found {name or 'no name'!r})")
+    return table
+
+
+def iter_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Rows as dictionaries, one batch in memory at a time."""
+    for batch in table.to_batches():
+        for index in range(batch.num_rows):
+            yield batch.slice(index, 1).to_pylist()[0]
