@@ -1,0 +1,20 @@
+"""What every test may ask for."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test never waits for a hub
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED_TRAJECTORIES = REPOSITORY.parent / "shared" / "data" / "trajectories"
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Real agent runs that lie beside the checkout; they are not part of the repository."""
+    if not SHARED_TRAJECTORIES.is_dir():
+        pytest.skip(f"real agent runs are not beside the checkout ({SHARED_TRAJECTORIES})")
+    return SHARED_TRAJECTORIES
