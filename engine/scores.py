@@ -1,0 +1,97 @@
+"""Log-probabilities of chosen tokens, without the logits of the others.
+
+Shapes: B rows, T tokens, D hidden size, V vocabulary, P scored positions, C positions of one chunk.
+
+A *scorer* is any callable `(model, input_ids_BT, attention_mask_BT, rows_P, positions_P) -> logp_P`.
+`token_logprobs` here is the plain one (the model's own forward); `engine.layers.LongContextScorer` is the one
+for long branches. Losses, branch plans and trainers take a scorer and do not care which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Scorer = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def split_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The decoder (ids -> normed hidden states) and the LM head of a causal LM, seen through peft wrappers."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    head = inner.get_output_embeddings()  # type: ignore[operator]
+    decoder = inner.get_decoder()  # type: ignore[operator]
+    if head is None or decoder is inner:
+        raise ValueError(f"{type(inner).__name__} has no LM head above a decoder: not a causal language model")
+    return decoder, head
+
+
+def check_positions(input_ids_BT: Tensor, rows_P: Tensor, positions_P: Tensor) -> None:
+    """ValueError unless rows_P and positions_P name tokens that have a token before them."""
+    n_rows, n_tokens = input_ids_BT.shape
+    if rows_P.shape != positions_P.shape or rows_P.dim() != 1:
+        raise ValueError(f"rows {tuple(rows_P.shape)} and positions {tuple(positions_P.shape)}: need two equal [P]")
+    if positions_P.numel() == 0:
+        raise ValueError("no scored position: a branch needs at least one scored token")
+    if int(positions_P.min()) < 1 or int(positions_P.max()) >= n_tokens:
+        raise ValueError(
+            f"scored positions span {int(positions_P.min())}..{int(positions_P.max())}, allowed 1..{n_tokens - 1}: "
+            "the first token has nothing before it to be predicted from"
+        )
+    if int(rows_P.min()) < 0 or int(rows_P.max()) >= n_rows:
+        raise ValueError(f"scored rows span {int(rows_P.min())}..{int(rows_P.max())}, batch has {n_rows}")
+
+
+def _chunk_logprobs(hidden_CD: Tensor, targets_C: Tensor, head: nn.Module) -> Tensor:
+    logits_CV = head(hidden_CD)
+    if logits_CV.dtype != torch.float64:
+        logits_CV = logits_CV.float()
+    picked_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1)
+    return picked_C - torch.logsumexp(logits_CV, dim=1)
+
+
+def token_logprobs(
+    model: nn.Module,
+    input_ids_BT: Tensor,
+    attention_mask_BT: Tensor,
+    rows_P: Tensor,
+    positions_P: Tensor,
+    *,
+    chunk_positions: int = 1024,
+) -> Tensor:
+    """Log-probability (nats) of token `input_ids[rows[p], positions[p]]` given the tokens before it.
+
+    The hidden state is the one at `positions[p] - 1`, so positions start at 1. The head runs on `chunk_positions`
+    states at a time and is recomputed in backward, so no [tokens, V] tensor is ever alive. Returns logp_P,
+    float32 (float64 when the model is). ValueError for positions outside 1..T-1 or for none at all.
+    """
+    check_positions(input_ids_BT, rows_P, positions_P)
+    decoder, head = split_head(model)
+    hidden_BTD = decoder(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False).last_hidden_state
+    hidden_PD = hidden_BTD[rows_P, positions_P - 1]
+    targets_P = input_ids_BT[rows_P, positions_P]
+    chunks = [
+        checkpoint(_chunk_logprobs, hidden_CD, targets_C, head, use_reentrant=False)
+        for hidden_CD, targets_C in zip(hidden_PD.split(chunk_positions), targets_P.split(chunk_positions), strict=True)
+    ]
+    return torch.cat(chunks)  # type: ignore[arg-type]
+
+
+def branch_scores(logp_P: Tensor, weights_P: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sum and mean log-probability of one branch: (sum w_p logp_p, that / sum w_p); weights default to 1.
+
+    Units: nats, and nats per scored token. ValueError when nothing is scored (0/0).
+    """
+    if logp_P.numel() == 0:
+        raise ValueError("no scored position: the mean log-probability of an empty branch is 0/0")
+    if weights_P is None:
+        return logp_P.sum(), logp_P.mean()
+    if weights_P.shape != logp_P.shape:
+        raise ValueError(f"weights {tuple(weights_P.shape)} do not match log-probabilities {tuple(logp_P.shape)}")
+    total_weight = weights_P.to(logp_P.dtype).sum()
+    if float(total_weight) <= 0:
+        raise ValueError("weights of the scored positions sum to zero: the mean log-probability is 0/0")
+    total = (weights_P.to(logp_P.dtype) * logp_P).sum()
+    return total, total / total_weight
