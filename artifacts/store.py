@@ -14,7 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from schemas.errors import ArtifactError, UserError
-from schemas.refs import Kind, Ref
+from schemas.refs import Digest, Kind, Ref
+
+SMALL_FILE_BYTES = 4 * 2**20
+"""Up to this size a file of a payload that lies outside the store is digested by its content."""
 
 
 def file_sha256(path: Path) -> str:
@@ -27,12 +30,23 @@ def _folder_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def payload_digest(path: Path) -> tuple[str, int]:
-    """(sha256, bytes) of a file, or of a folder by the sorted listing of its files' relative names and digests."""
+def _listed(file: Path, digest: Digest) -> str:
+    stat = file.stat()
+    if digest == "listing" and stat.st_size > SMALL_FILE_BYTES:
+        return f"{stat.st_size} bytes, {stat.st_mtime_ns}"
+    return file_sha256(file)
+
+
+def payload_digest(path: Path, digest: Digest = "content") -> tuple[str, int]:
+    """(sha256, bytes) of a file, or of a folder by the sorted listing of its files' relative names and digests.
+
+    `digest="listing"` takes size and modification time for the content of files above SMALL_FILE_BYTES: reading 16 GB
+    of somebody else's weights before every stage would cost more than it protects.
+    """
     if path.is_file():
         return file_sha256(path), path.stat().st_size
     files = _folder_files(path)
-    listing = [[file.relative_to(path).as_posix(), file_sha256(file)] for file in files]
+    listing = [[file.relative_to(path).as_posix(), _listed(file, digest)] for file in files]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest(), sum(file.stat().st_size for file in files)
 
 
@@ -114,6 +128,17 @@ class Store:
         _fsync(target.parent)
         return ref
 
+    def refer(self, path: Path, kind: Kind) -> Ref:
+        """A reference to a folder that stays where it is (a model of many gigabytes); digested by listing.
+
+        Raises:
+            ArtifactError: nothing is at `path`.
+        """
+        if not path.is_dir():
+            raise ArtifactError(f"{path}: no folder to refer to")
+        sha256, n_bytes = payload_digest(path, "listing")
+        return Ref(kind=kind, path=str(path.absolute()), sha256=sha256, n_bytes=n_bytes, digest="listing")
+
 
 def verify(ref: Ref) -> None:
     """Checks that the payload is there and is what the reference says.
@@ -124,7 +149,7 @@ def verify(ref: Ref) -> None:
     path = Path(ref.path)
     if not path.exists():
         raise ArtifactError(f"{path}: gone")
-    sha256, n_bytes = payload_digest(path)
+    sha256, n_bytes = payload_digest(path, ref.digest)
     if (sha256, n_bytes) != (ref.sha256, ref.n_bytes):
         raise ArtifactError(
             f"{path}: altered ({n_bytes} bytes, sha256 {sha256[:16]}; expected {ref.n_bytes}, {ref.sha256[:16]})"

@@ -8,6 +8,8 @@ from schemas.base import Frozen
 
 Kind = Literal["trajectories", "branches", "pairs", "model", "adapter", "reference_scores", "evaluation"]
 
+Digest = Literal["content", "listing"]
+
 
 class Ref(Frozen):
     """One payload, by what it holds. `sha256` of a folder is that of its sorted listing of names and digests."""
@@ -18,3 +20,6 @@ class Ref(Frozen):
     n_bytes: int = Field(ge=0)
     n_rows: int | None = Field(default=None, ge=0, description="rows of a table; None for folders")
     schema_version: int = 1
+    digest: Digest = Field(
+        default="content", description="listing: large files of an outside folder by size and modification time"
+    )

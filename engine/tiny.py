@@ -1,0 +1,64 @@
+"""Weights made on the spot: a small Qwen3 from a seed, and GGUF files turned into an ordinary transformers folder."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+
+def tiny_qwen3_config(vocab_size: int, *, eos_token_id: int, pad_token_id: int) -> Qwen3Config:
+    """Qwen3 in everything but its sizes: grouped-query attention (4 heads on 2), q and k norms, tied embeddings."""
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=131_072,
+        rope_parameters={"rope_theta": 1_000_000.0, "rope_type": "default"},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+    )
+
+
+def build_tiny_qwen3(folder: Path, seed: int, *, vocab_size: int, eos_token_id: int, pad_token_id: int) -> int:
+    """Writes config.json and model.safetensors of a randomly initialised tiny Qwen3, float32.
+
+    The caller's random state is left as it was.
+
+    Returns:
+        the number of parameters.
+    """
+    config = tiny_qwen3_config(vocab_size, eos_token_id=eos_token_id, pad_token_id=pad_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    return n_parameters(model)
+
+
+def convert_gguf(gguf_path: Path, folder: Path) -> int:
+    """Writes the dequantised float32 model of a GGUF file as a transformers folder.
+
+    Returns:
+        the number of parameters.
+    """
+    model = AutoModelForCausalLM.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return n_parameters(model)
+
+
+def n_parameters(model: PreTrainedModel) -> int:
+    """Parameters of a model; tied ones are counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_pickled(path: Path) -> int:
+    """Parameters in a `.bin` weight file; the tensors' storage is never read."""
+    state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    return sum(tensor.numel() for tensor in state.values())
