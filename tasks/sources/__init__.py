@@ -1,0 +1,43 @@
+"""Readers of agent logs, one module a format. Detection is by content: the first adapter that knows a document reads it."""
+
+from schemas.trajectory import Trajectory
+from tasks.sources import mini_swe_agent, openai_chat, tau_bench
+from tasks.sources.base import Adapter
+from tasks.sources.document import Document, SourceError, read_document
+
+ADAPTERS: tuple[Adapter, ...] = (
+    mini_swe_agent.ADAPTER,
+    tau_bench.ADAPTER,
+    openai_chat.ADAPTER,
+)
+"""In the order they are asked: the specific shapes before the general ones."""
+
+BY_NAME = {adapter.name: adapter for adapter in ADAPTERS}
+
+
+def find_adapter(document: Document, source_format: str = "auto") -> Adapter:
+    """The adapter of a document.
+
+    Raises:
+        SourceError: no adapter knows it.
+        KeyError: `source_format` is no format's name.
+    """
+    if source_format != "auto":
+        return BY_NAME[source_format]
+    for adapter in ADAPTERS:
+        if adapter.detect(document):
+            return adapter
+    raise SourceError("no known log format")
+
+
+def parse(data: bytes, path: str = "", source_format: str = "auto") -> list[Trajectory]:
+    """bytes of one file -> its trajectories.
+
+    Raises:
+        SourceError: damaged beyond reading, or no known format.
+    """
+    document = read_document(data, path)
+    return find_adapter(document, source_format).read_document(document)
+
+
+__all__ = ["ADAPTERS", "BY_NAME", "Adapter", "Document", "SourceError", "find_adapter", "parse", "read_document"]

@@ -1,0 +1,209 @@
+"""What every adapter needs: the adapter type, identities, and small readers of untrusted values."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from schemas.trajectory import CharSpan, Message, Outcome, OutcomeSource, ToolCall, Trajectory
+from tasks.sources.document import Document, SourceError, read_document
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One log format. `detect` looks at content only; `read` raises nothing but SourceError."""
+
+    name: str
+    detect: Callable[[Document], bool]
+    read: Callable[[Document], list[Trajectory]]
+
+    def parse(self, data: bytes, path: str = "") -> list[Trajectory]:
+        """bytes of one file -> its trajectories.
+
+        Raises:
+            SourceError: the bytes are not this format.
+        """
+        return self.read_document(read_document(data, path))
+
+    def read_document(self, document: Document) -> list[Trajectory]:
+        """Like `parse`, for a document that was parsed already."""
+        try:
+            return self.read(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise SourceError(f"{self.name}: {first['msg']} at {'.'.join(map(str, first['loc']))}") from error
+
+
+def as_dict(value: Any, what: str = "value") -> dict[str, Any]:
+    """The value itself, if it is a JSON object."""
+    if not isinstance(value, dict):
+        raise SourceError(f"{what}: expected an object, found {type(value).__name__}")
+    return value
+
+
+def as_list(value: Any, what: str = "value") -> list[Any]:
+    if not isinstance(value, list):
+        raise SourceError(f"{what}: expected a list, found {type(value).__name__}")
+    return value
+
+
+def dicts(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list; anything else, and a missing list, is left out."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def get(value: Any, *keys: str) -> Any:
+    """Nested lookup that gives None as soon as something is missing or no object."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def string(value: Any) -> str | None:
+    """A non-empty string, or None. Numbers become their text, since ids are often numbers."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, str):
+        return value or None
+    return str(value) if isinstance(value, int | float) else None
+
+
+def json_text(value: Any) -> str:
+    """JSON text of a value the log holds as an object. Strings pass untouched: they are what the model wrote."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+_IMAGE_KINDS = ("image", "image_url", "input_image", "inlineData")
+
+
+def text_of(content: Any) -> str:
+    """The text of a content that may be a string, null, or a list of parts. Images become `[image]`, never base64."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list):
+        return json_text(content)
+    parts = []
+    for part in content:
+        if isinstance(part, str):
+            parts.append(part)
+        elif isinstance(part, dict):
+            if part.get("type") in _IMAGE_KINDS or any(kind in part for kind in _IMAGE_KINDS):
+                parts.append("[image]")
+            elif isinstance(part.get("text"), str):
+                parts.append(part["text"])
+            elif isinstance(part.get("content"), str | list):
+                parts.append(text_of(part["content"]))
+    return "\n".join(parts)
+
+
+def tool_call(name: Any, arguments: Any, call_id: Any = None) -> ToolCall:
+    """A call as the log has it; `arguments` stays the original string where there is one."""
+    return ToolCall(
+        name=string(name) or "", arguments="{}" if arguments is None else json_text(arguments), call_id=string(call_id)
+    )
+
+
+def spans(content: str, pattern: re.Pattern[str], *, first_only: bool = False) -> tuple[CharSpan, ...]:
+    """Where `pattern` stands in the untouched content."""
+    found = [CharSpan(start=match.start(), end=match.end()) for match in pattern.finditer(content) if match.group()]
+    return tuple(found[:1] if first_only else found)
+
+
+_RUN_NUMBER = re.compile(r"(-\d+)_\d+$")
+_INSTANCE = re.compile(
+    r"^(?P<owner>[A-Za-z0-9][\w.-]*?)__(?P<name>[A-Za-z0-9][\w-]*?(?:\.[A-Za-z][\w-]*?)*?)(?:[-.]\w.*)?$"
+)
+
+
+def instance_task(instance_id: str) -> str:
+    """The task of an instance id: a running number behind the issue number (`-366_17`) names a run, not a task."""
+    return _RUN_NUMBER.sub(r"\1", instance_id.strip())
+
+
+def instance_repo(instance_id: str) -> str | None:
+    """owner/name of `owner__name-123` and `owner__name.commit.change`; None for other ids."""
+    base = instance_id.split(".", 1)[0] if re.search(r"\.[0-9a-f]{7,40}(\.|$)", instance_id) else instance_id
+    owner, separator, rest = base.partition("__")
+    if not separator or not owner or not rest:
+        return None
+    return f"{owner}/{re.sub(r'-[0-9]+(_[0-9]+)?$', '', rest)}"
+
+
+def digest(*parts: str | None) -> str:
+    """32 hex digits over the parts; lone surrogates are hashed, not refused."""
+    hasher = hashlib.sha256()
+    for part in parts:
+        data = b"\0" if part is None else part.encode("utf-8", "surrogatepass")
+        hasher.update(len(data).to_bytes(8, "big"))
+        hasher.update(data)
+    return hasher.hexdigest()[:32]
+
+
+def prompt_task(messages: Iterable[Message]) -> str:
+    """`prompt-<hash>` of everything before the first turn, for logs that name no task."""
+    opening: list[str | None] = []
+    for message in messages:
+        if message.role == "assistant":
+            break
+        opening += [message.role, message.content]
+    return f"prompt-{digest(*opening)[:16]}"
+
+
+def content_id(task_id: str, messages: Iterable[Message]) -> str:
+    """Identity of a run by what was said in it."""
+    parts: list[str | None] = [task_id]
+    for message in messages:
+        parts += [message.role, message.author, message.content, message.reasoning, message.tool_call_id]
+        parts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.call_id)]
+    return digest(*parts)
+
+
+def reward_outcome(value: Any, source: OutcomeSource = "reward", *, resolved_from: float = 1.0) -> Outcome:
+    """A reward or score in [0, 1] as an outcome; resolved from `resolved_from` on. Anything else is unknown."""
+    if isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, int | float) or value != value:
+        return Outcome()
+    if not 0.0 <= value <= 1.0:
+        return Outcome(status="resolved" if value >= resolved_from else "failed", source=source)
+    return Outcome(status="resolved" if value >= resolved_from else "failed", source=source, score=float(value))
+
+
+def build(
+    document: Document,
+    source_format: str,
+    messages: Sequence[Message],
+    *,
+    instance_id: str | None = None,
+    task_id: str | None = None,
+    trajectory_id: str | None = None,
+    **fields: Any,
+) -> Trajectory:
+    """A trajectory with its identities filled in. `instance_id` gives task and repository; else a hash of the prompt.
+
+    Raises:
+        SourceError: there is no message at all.
+    """
+    if not messages:
+        raise SourceError(f"{source_format}: no messages")
+    if instance_id:
+        task_id = task_id or instance_task(instance_id)
+        fields.setdefault("repo", instance_repo(instance_id))
+    task = task_id or prompt_task(messages)
+    return Trajectory(
+        trajectory_id=trajectory_id or content_id(task, messages),
+        task_id=task,
+        source_format=source_format,
+        source_path=document.path,
+        source_sha256=document.sha256,
+        messages=tuple(messages),
+        **fields,
+    )

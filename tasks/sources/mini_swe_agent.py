@@ -1,0 +1,140 @@
+"""mini-swe-agent: v1 (fenced text), v1.1 (tool calls), bare message lists, data-set rows, Responses API items.
+
+The `exit` message is no message of the conversation: its content is the patch or an error, which no model wrote or saw.
+`extra.raw_output` is longer than what the model saw, so only `content` is read. A malformed turn is not stored by the
+agent and was not in the model's context afterwards; its format-error note stays.
+"""
+
+import re
+from typing import Any
+
+from schemas.trajectory import Message, Outcome, ToolCall, Trajectory
+from tasks.sources.base import Adapter, as_list, build, dicts, get, spans, string, text_of, tool_call
+from tasks.sources.chat import looks_like_chat, read_message, read_response_items, return_code_failed
+from tasks.sources.document import Document, SourceError
+
+NAME = "mini-swe-agent"
+
+_FENCE = re.compile(r"```(?:bash|mswea_bash_command)[^\S\n]*\n.*?\n?```", re.DOTALL)
+_XML_CALL = re.compile(r"<function=[^>\n]+>.*?</function>", re.DOTALL)
+_OBSERVATION = re.compile(r"\s*(?:<exception>.*?</exception>\s*)?<returncode>", re.DOTALL)
+
+
+def _is_recording(messages: Any) -> bool:
+    """A bare list is this agent's when an assistant wrote its kind of fence and a return code answered."""
+    if not looks_like_chat(messages):
+        return False
+    texts = [(raw.get("role"), text_of(raw.get("content"))) for raw in dicts(messages[:12])]
+    fenced = any(role == "assistant" and _FENCE.search(text) for role, text in texts)
+    return fenced and any(role == "user" and _OBSERVATION.match(text) for role, text in texts)
+
+
+def detect(document: Document) -> bool:
+    if document.kind not in ("json", "jsonl"):
+        return False
+    first = document.first
+    form = first.get("trajectory_format")
+    if isinstance(form, str) and form.startswith("mini-swe-agent"):
+        return True
+    messages = first.get("messages")
+    if isinstance(messages, list):
+        return "mini_version" in (get(first, "info") or {}) or _is_recording(messages)
+    return document.kind == "json" and _is_recording(document.value)
+
+
+def _action_calls(raw: dict[str, Any]) -> tuple[ToolCall, ...]:
+    """Calls from `extra.actions`: with `function` (name, arguments), or a bare `command`."""
+    found = []
+    for action in dicts(get(raw, "extra", "actions")):
+        function = action.get("function")
+        call_id = action.get("tool_call_id") or action.get("id")
+        if isinstance(function, dict):
+            found.append(tool_call(function.get("name"), function.get("arguments"), call_id))
+        elif isinstance(action.get("command"), str):
+            found.append(tool_call("bash", {"command": action["command"]}, call_id))
+    return tuple(found)
+
+
+def _assistant(raw: dict[str, Any]) -> Message:
+    message = read_message(raw)
+    if message.tool_calls:
+        return message
+    marked = spans(message.content, _FENCE, first_only=True) or spans(message.content, _XML_CALL)
+    if marked:
+        return message.model_copy(update={"action_spans": marked})
+    return message.model_copy(update={"tool_calls": _action_calls(raw)})
+
+
+def _failed(raw: dict[str, Any], content: str) -> bool | None:
+    extra = raw.get("extra")
+    if isinstance(extra, dict):
+        if extra.get("interrupt_type") or extra.get("exception_info"):
+            return True
+        if isinstance(extra.get("returncode"), int):
+            return extra["returncode"] != 0
+    return return_code_failed(content)
+
+
+def _read_item(raw: dict[str, Any], *, started: bool) -> Message | None:
+    """One stored message; None for those that are no part of the conversation."""
+    if raw.get("object") == "response" or (raw.get("role") is None and isinstance(raw.get("output"), list)):
+        return read_response_items(as_list(raw.get("output"), "output"))
+    if raw.get("type") == "function_call_output":
+        content = text_of(raw.get("output"))
+        return Message(
+            role="tool",
+            author="environment",
+            content=content,
+            tool_call_id=string(raw.get("call_id")),
+            failed=_failed(raw, content),
+        )
+    role = raw.get("role")
+    if role == "exit":
+        return None
+    if role == "assistant":
+        return _assistant(raw)
+    message = read_message(raw, user="environment" if started else "harness")
+    if message.role == "system" or message.author == "harness":
+        interrupted = bool(get(raw, "extra", "interrupt_type"))
+        return message.model_copy(update={"author": "environment", "failed": True}) if interrupted else message
+    return message.model_copy(update={"failed": _failed(raw, message.content)})
+
+
+def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
+    messages: list[Message] = []
+    started = False
+    for raw in dicts(as_list(run.get("messages"), "messages")):
+        message = _read_item(raw, started=started)
+        if message is not None:
+            messages.append(message)
+            # the first user message is the task; later ones are observations and notes
+            started = started or message.role in ("assistant", "user")
+    exits = [raw for raw in dicts(run["messages"]) if raw.get("role") == "exit"]
+    info = run.get("info") if isinstance(run.get("info"), dict) else {}
+    verified = run.get("verified")
+    return build(
+        document,
+        NAME,
+        messages,
+        instance_id=string(run.get("instance_id")),
+        outcome=Outcome(status="resolved" if verified else "failed", source="test_report")
+        if isinstance(verified, bool)
+        else Outcome(),
+        agent=NAME,
+        model=string(get(info, "config", "model", "model_name")) or string(run.get("model")),
+        exit_status=string(get(info, "exit_status"))
+        or next((string(get(raw, "extra", "exit_status")) for raw in exits), None),
+        patch=string(get(info, "submission")) or string(run.get("patch")),
+    )
+
+
+def read(document: Document) -> list[Trajectory]:
+    if document.kind == "json" and looks_like_chat(document.value):
+        return [_read_run(document, {"messages": document.value})]
+    runs = [_read_run(document, run) for run in dicts(document.records)]
+    if not runs:
+        raise SourceError("mini-swe-agent: no run in the file")
+    return runs
+
+
+ADAPTER = Adapter(NAME, detect, read)

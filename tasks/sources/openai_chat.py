@@ -1,0 +1,54 @@
+"""Plain OpenAI chat messages with tools: an object with `messages`, a list of such, or a bare list of messages."""
+
+from typing import Any
+
+from schemas.trajectory import Outcome, Trajectory
+from tasks.sources.base import Adapter, build, dicts, json_text, reward_outcome, string
+from tasks.sources.chat import looks_like_chat, read_messages
+from tasks.sources.document import Document, SourceError
+
+NAME = "openai-chat"
+
+
+def detect(document: Document) -> bool:
+    if looks_like_chat(document.first.get("messages")):
+        return True
+    return document.kind == "json" and looks_like_chat(document.value)
+
+
+def _outcome(row: dict[str, Any]) -> Outcome:
+    for key in ("resolved", "success"):
+        if isinstance(row.get(key), bool):
+            return Outcome(status="resolved" if row[key] else "failed", source="test_report")
+    for key in ("reward", "score"):
+        if isinstance(row.get(key), int | float):
+            return reward_outcome(row[key])
+    return Outcome()
+
+
+def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
+    tools = row.get("tools")
+    task = string(row.get("task_id"))
+    return build(
+        document,
+        NAME,
+        read_messages(dicts(row.get("messages"))),
+        instance_id=string(row.get("instance_id")) or task,
+        outcome=_outcome(row),
+        run_id=string(row.get("run_id")),
+        model=string(row.get("model")),
+        tools_json=json_text(tools) if tools else None,
+        patch=string(row.get("patch")),
+    )
+
+
+def read(document: Document) -> list[Trajectory]:
+    if document.kind == "json" and looks_like_chat(document.value):
+        return [_read_row(document, {"messages": document.value})]
+    rows = [_read_row(document, row) for row in dicts(document.records)]
+    if not rows:
+        raise SourceError("openai-chat: no conversation in the file")
+    return rows
+
+
+ADAPTER = Adapter(NAME, detect, read)

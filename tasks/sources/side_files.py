@@ -1,0 +1,157 @@
+"""Files beside runs that say how they ended: test reports, exit-status lists, rewards. They hold no trajectories.
+
+They are joined with runs on run and instance. A report found nearer to the run wins over one further up.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from schemas.trajectory import Outcome, Trajectory
+from tasks.sources.base import get, instance_task, reward_outcome, string
+from tasks.sources.document import Document
+
+
+@dataclass(frozen=True)
+class SideFact:
+    """One statement about a run. `instance` None: about every run in `folder`. `run`: the run that the file's name states."""
+
+    path: str
+    folder: str
+    instance: str | None
+    run: str | None = None
+    outcome: Outcome | None = None
+    exit_status: str | None = None
+
+
+_RESOLVED, _FAILED = (Outcome(status=status, source="test_report") for status in ("resolved", "failed"))
+_REWARD_NAMES = ("reward.txt", "reward.json")
+_GENERIC_STEMS = ("report", "results", "result", "exit_statuses")
+
+
+def _run_of(path: PurePosixPath) -> str | None:
+    """`model.run_id.json` names its run; `report.json` does not."""
+    stem = path.name.removesuffix(".json")
+    return stem.rsplit(".", 1)[-1] if "." in stem and stem.rsplit(".", 1)[-1] not in _GENERIC_STEMS else None
+
+
+def _run_report(value: dict[str, Any], path: PurePosixPath) -> list[SideFact] | None:
+    """SWE-bench run report: lists of instance ids. Instances whose evaluation broke stay unknown."""
+    suffix = "_ids" if isinstance(value.get("resolved_ids"), list) else ""
+    if not isinstance(value.get(f"resolved{suffix}"), list):
+        return None
+    facts = []
+    for key, outcome in (("resolved", _RESOLVED), ("unresolved", _FAILED), ("empty_patch", _FAILED)):
+        listed = value.get(key + suffix)
+        facts += [
+            SideFact(str(path), str(path.parent), instance, _run_of(path), outcome)
+            for instance in (listed if isinstance(listed, list) else [])
+            if isinstance(instance, str)
+        ]
+    return facts
+
+
+def _instance_reports(value: dict[str, Any], path: PurePosixPath) -> list[SideFact] | None:
+    """One instance's test report (the instance is named by file or folder), or a map of instance to report."""
+    if isinstance(value.get("resolved"), bool) and ("tests_status" in value or "patch_exists" in value):
+        name = path.name.removesuffix(".json").removesuffix("report").rstrip(".") or path.parent.name
+        return [SideFact(str(path), str(path.parent), name, None, _RESOLVED if value["resolved"] else _FAILED)]
+    reports = {key: report for key, report in value.items() if isinstance(get(report, "resolved"), bool)}
+    if not reports or len(reports) != len(value):
+        return None
+    return [
+        SideFact(str(path), str(path.parent), key, None, _RESOLVED if report["resolved"] else _FAILED)
+        for key, report in reports.items()
+    ]
+
+
+def _exit_statuses(value: dict[str, Any], path: PurePosixPath) -> list[SideFact] | None:
+    by_status = value.get("instances_by_exit_status")
+    if not isinstance(by_status, dict):
+        return None
+    return [
+        SideFact(str(path), str(path.parent), instance, exit_status=str(status))
+        for status, instances in by_status.items()
+        for instance in (instances if isinstance(instances, list) else [])
+        if isinstance(instance, str)
+    ]
+
+
+def _reward(value: Any, path: PurePosixPath) -> list[SideFact] | None:
+    """A trial's `verifier/reward.txt` or `reward.json`, and its `result.json`: about the runs in the trial's folder."""
+    if isinstance(value, dict):
+        reward = get(value, "verifier_result", "rewards", "reward")
+        reward = value.get("reward") if reward is None and path.name in _REWARD_NAMES else reward
+    else:
+        reward = value if path.name in _REWARD_NAMES else None
+    outcome = reward_outcome(reward)
+    if outcome.status == "unknown":
+        return None
+    folder = path.parent.parent if path.parent.name == "verifier" else path.parent
+    return [SideFact(str(path), str(folder), None, None, outcome)]
+
+
+def _is_predictions(value: dict[str, Any]) -> bool:
+    """SWE-bench predictions: patches only, which the runs hold themselves."""
+    return bool(value) and all(isinstance(get(entry, "model_patch"), str) for entry in value.values())
+
+
+def read_side_file(document: Document) -> list[SideFact] | None:
+    """What the file says about runs; None when it is no side file. An empty list: a side file with nothing to join."""
+    path = PurePosixPath(document.path)
+    value = document.value
+    if document.kind == "text":
+        number = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*", value) if len(value) < 64 else None
+        return _reward(float(number.group(1)), path) if number else None
+    if isinstance(value, int | float):
+        return _reward(value, path)
+    if not isinstance(value, dict):
+        return None
+    for reader in (_run_report, _instance_reports, _exit_statuses, _reward):
+        facts = reader(value, path)
+        if facts is not None:
+            return facts
+    return [] if _is_predictions(value) else None
+
+
+class SideIndex:
+    """All facts, looked up by run. Memory grows with the number of facts, not of runs."""
+
+    def __init__(self, facts: Iterable[SideFact]) -> None:
+        self._by_task: dict[str | None, list[SideFact]] = defaultdict(list)
+        self._reports_in: dict[str, set[str]] = defaultdict(set)
+        for fact in facts:
+            self._by_task[None if fact.instance is None else instance_task(fact.instance)].append(fact)
+            if fact.outcome is not None and fact.instance is not None:
+                self._reports_in[fact.folder].add(fact.path)
+
+    def _rank(self, fact: SideFact, folders: list[str]) -> tuple[int, int, str] | None:
+        """How well a fact fits a run in `folders` (innermost last); None: it is about another run."""
+        if fact.run is not None and any(PurePosixPath(folder).name == fact.run for folder in folders):
+            return (2, 0, fact.path)
+        if fact.folder not in folders or (fact.run is not None and len(self._reports_in[fact.folder]) > 1):
+            return None
+        return (1, folders.index(fact.folder), fact.path)
+
+    def join(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with what the side files say. What a log itself knows from tests or rewards stays."""
+        parent = PurePosixPath(trajectory.source_path).parent
+        folders = [str(folder) for folder in reversed([parent, *parent.parents])]
+        facts = [*self._by_task.get(trajectory.task_id, ()), *self._by_task.get(None, ())]
+        ranked = sorted(
+            ((rank, fact) for fact in facts if (rank := self._rank(fact, folders)) is not None),
+            key=lambda pair: pair[0],
+            reverse=True,
+        )
+        outcome = next((fact.outcome for _, fact in ranked if fact.outcome is not None), None)
+        exit_status = next((fact.exit_status for _, fact in ranked if fact.exit_status is not None), None)
+        known = trajectory.outcome.status != "unknown" and trajectory.outcome.source not in ("agent", "none")
+        return trajectory.model_copy(
+            update={
+                "outcome": trajectory.outcome if known or outcome is None else outcome,
+                "exit_status": string(trajectory.exit_status) or exit_status,
+            }
+        )
