@@ -5,7 +5,7 @@ A stage's cache key holds its own section and the digests of its inputs, so a fi
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from schemas.base import Frozen
 
@@ -72,9 +72,13 @@ class RenderConfig(Frozen):
     loss_on: tuple[SpanKind, ...] = Field(
         default=("action", "turn_end"), min_length=1, description="span kinds that are scored"
     )
-    kind_weights: dict[SpanKind, float] = Field(
+    kind_weights: dict[SpanKind, NonNegativeFloat] = Field(
         default_factory=dict, description="weight of a scored kind; 1 where not given"
     )
+    turns: Literal["all", "calls", "text"] = Field(
+        default="all", description="which policy turns are scored: all, those with a call, those without"
+    )
+    skip_tools: tuple[str, ...] = Field(default=(), description="tools whose calls are not scored")
     score_failed_turns: bool = Field(default=True, description="whether turns whose action failed are scored")
     last_n_turns: int | None = Field(default=None, ge=1, description="score only the last n policy turns")
     mode: Literal["trajectory", "turn"] = Field(default="trajectory", description="one row a run, or one row a turn")
