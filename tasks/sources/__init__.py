@@ -1,13 +1,55 @@
-"""Readers of agent logs, one module a format. Detection is by content: the first adapter that knows a document reads it."""
+"""Readers of agent logs, one module a format. Detection is by content: the first adapter that knows it reads it."""
 
 from schemas.trajectory import Trajectory
-from tasks.sources import mini_swe_agent, openai_chat, tau_bench
+from tasks.sources import (
+    adp,
+    aider,
+    anthropic_messages,
+    atif,
+    claude_code,
+    codex,
+    dataset_rows,
+    debug_gym,
+    gemini_cli,
+    inspect_ai,
+    langchain,
+    mini_swe_agent,
+    moatless,
+    openai_chat,
+    openhands,
+    openhands_sdk,
+    sharegpt,
+    swe_agent,
+    tau_bench,
+    verifiers,
+)
 from tasks.sources.base import Adapter
 from tasks.sources.document import Document, SourceError, read_document
 
 ADAPTERS: tuple[Adapter, ...] = (
     mini_swe_agent.ADAPTER,
     tau_bench.ADAPTER,
+    verifiers.ADAPTER,
+    swe_agent.ADAPTER,
+    dataset_rows.NEBIUS,
+    dataset_rows.SWE_GYM,
+    dataset_rows.SWE_SMITH,
+    atif.ADAPTER,
+    adp.ADAPTER,
+    debug_gym.ADAPTER,
+    inspect_ai.ADAPTER,
+    moatless.ADAPTER,
+    openhands.ADAPTER,
+    openhands_sdk.EVENTS,
+    openhands_sdk.LLM_LOG,
+    codex.ADAPTER,
+    codex.EXEC,
+    claude_code.ADAPTER,
+    gemini_cli.ADAPTER,
+    langchain.ADAPTER,
+    sharegpt.ADAPTER,
+    aider.ADAPTER,
+    anthropic_messages.ADAPTER,
     openai_chat.ADAPTER,
 )
 """In the order they are asked: the specific shapes before the general ones."""

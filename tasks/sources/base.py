@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
@@ -118,23 +119,32 @@ def spans(content: str, pattern: re.Pattern[str], *, first_only: bool = False) -
 
 
 _RUN_NUMBER = re.compile(r"(-\d+)_\d+$")
-_INSTANCE = re.compile(
-    r"^(?P<owner>[A-Za-z0-9][\w.-]*?)__(?P<name>[A-Za-z0-9][\w-]*?(?:\.[A-Za-z][\w-]*?)*?)(?:[-.]\w.*)?$"
-)
+_SWE_SMITH_RUN = re.compile(r"^(.+__.+\.[0-9a-f]{8}\.[^.]+)\.[a-z0-9]{8}(?:_\d+)?$")
+_COMMIT = re.compile(r"\.[0-9a-f]{7,40}(?:\.|$)")
+_PATH_INSTANCE = re.compile(r"[A-Za-z0-9][\w.-]*__[A-Za-z0-9][\w.-]*-\d+")
 
 
 def instance_task(instance_id: str) -> str:
-    """The task of an instance id: a running number behind the issue number (`-366_17`) names a run, not a task."""
-    return _RUN_NUMBER.sub(r"\1", instance_id.strip())
+    """The task of an instance id, without what names a run: `-366_17` is run 17, `...__lq60cp3u.l13ggwmx_1` too."""
+    instance_id = instance_id.strip()
+    rollout = _SWE_SMITH_RUN.match(instance_id)
+    return rollout.group(1) if rollout else _RUN_NUMBER.sub(r"\1", instance_id)
 
 
 def instance_repo(instance_id: str) -> str | None:
     """owner/name of `owner__name-123` and `owner__name.commit.change`; None for other ids."""
-    base = instance_id.split(".", 1)[0] if re.search(r"\.[0-9a-f]{7,40}(\.|$)", instance_id) else instance_id
-    owner, separator, rest = base.partition("__")
-    if not separator or not owner or not rest:
-        return None
-    return f"{owner}/{re.sub(r'-[0-9]+(_[0-9]+)?$', '', rest)}"
+    owner, separator, rest = _COMMIT.split(instance_id, maxsplit=1)[0].partition("__")
+    name = re.sub(r"-[0-9]+(_[0-9]+)?$", "", rest)
+    return f"{owner}/{name}" if separator and owner and name else None
+
+
+def instance_in_path(path: str) -> str | None:
+    """The instance id that an agent named its file or folder by (`owner__name-123`), for logs that do not repeat it."""
+    for part in reversed(PurePosixPath(path).parts):
+        match = _PATH_INSTANCE.match(part)
+        if match:
+            return match.group()
+    return None
 
 
 def digest(*parts: str | None) -> str:
@@ -147,14 +157,22 @@ def digest(*parts: str | None) -> str:
     return hasher.hexdigest()[:32]
 
 
-def prompt_task(messages: Iterable[Message]) -> str:
-    """`prompt-<hash>` of everything before the first turn, for logs that name no task."""
+_ISSUE = re.compile(r"<pr_description>(.+?)</pr_description>|\bISSUE:\n(.+?)\n+INSTRUCTIONS:", re.DOTALL)
+
+
+def prompt_task(messages: Iterable[Message]) -> str | None:
+    """For logs that name no task: a hash of the issue text where the prompt marks it, so that agents with different
+    instructions share the task; else of everything before the first turn. None: the log holds no prompt.
+    """
     opening: list[str | None] = []
     for message in messages:
         if message.role == "assistant":
             break
+        issue = _ISSUE.search(message.content) if message.author == "harness" and message.role == "user" else None
+        if issue:
+            return f"issue-{digest(' '.join((issue.group(1) or issue.group(2)).split()))[:16]}"
         opening += [message.role, message.content]
-    return f"prompt-{digest(*opening)[:16]}"
+    return f"prompt-{digest(*opening)[:16]}" if any(opening[1::2]) else None
 
 
 def content_id(task_id: str, messages: Iterable[Message]) -> str:
@@ -194,10 +212,11 @@ def build(
     """
     if not messages:
         raise SourceError(f"{source_format}: no messages")
+    instance_id = instance_id or (instance_in_path(document.path) if task_id is None else None)
     if instance_id:
         task_id = task_id or instance_task(instance_id)
         fields.setdefault("repo", instance_repo(instance_id))
-    task = task_id or prompt_task(messages)
+    task = task_id or prompt_task(messages) or f"unprompted-{content_id('', messages)[:16]}"
     return Trajectory(
         trajectory_id=trajectory_id or content_id(task, messages),
         task_id=task,

@@ -49,6 +49,7 @@ class Document:
 
 
 _LONG_INTEGER = re.compile(rb"[:,\[\s]-?\d{19}")
+_YAML_START = re.compile(r"(?:#[^\n]*\n|---\s*\n|\s*\n)*[\w.\"'-]+:(?:\s|$)")
 _MAX_YAML_ALIASES = 100
 
 
@@ -124,7 +125,7 @@ def read_document(data: bytes, path: str = "") -> Document:
             return Document(path, sha256, "jsonl", values, tuple(problems))
         raise SourceError(f"not valid JSON: {first_problem}")
     text = body.decode("utf-8", "replace").replace("\r\n", "\n")
-    if re.match(r"(?:---\s*\n)?[\w.\"'-]+:(?:\s|$)", text):
+    if _YAML_START.match(text):
         value = _read_yaml(text)
         if isinstance(value, dict):
             return Document(path, sha256, "yaml", value)

@@ -17,7 +17,7 @@ from tasks.sources.document import Document
 
 @dataclass(frozen=True)
 class SideFact:
-    """One statement about a run. `instance` None: about every run in `folder`. `run`: the run that the file's name states."""
+    """One statement about a run. `instance` None: about every run in `folder`. `run`: the run the file names."""
 
     path: str
     folder: str

@@ -1,0 +1,96 @@
+"""aider chat history: Markdown. `# aider chat started at` opens a session, `#### ` is the user, `> ` the program.
+
+Fenced blocks are the assistant's whatever their lines begin with. One file holds many sessions. The token and cost
+lines are shown to the user only and are left out.
+"""
+
+import re
+from collections.abc import Iterator
+
+from schemas.trajectory import Author, Message, Trajectory
+from tasks.sources.base import Adapter, build, spans
+from tasks.sources.document import Document, SourceError
+
+NAME = "aider"
+
+_SESSION = re.compile(r"^# aider chat started at .*$", re.MULTILINE)
+_EDIT = re.compile(
+    r"^(?:[^\n`]+\n)?(?P<fence>`{3,})[^\n]*\n<<<<<<< SEARCH\n.*?\n>>>>>>> REPLACE[^\n]*\n(?P=fence)",
+    re.DOTALL | re.MULTILINE,
+)
+_MODEL = re.compile(r"^> (?:Main model|Model): (\S+)", re.MULTILINE)
+_COST = ("> Tokens: ", "Cost: $", "> Cost: $")
+
+
+def detect(document: Document) -> bool:
+    return document.kind == "text" and _SESSION.match(document.value) is not None
+
+
+def _lines(text: str) -> Iterator[tuple[str, str]]:
+    """(speaker, line) with speaker user, program or assistant; blank lines go to whoever speaks."""
+    fence = ""
+    speaker = "program"
+    for line in text.split("\n"):
+        mark = re.match(r"`{3,}", line)
+        if fence:
+            fence = "" if mark and line.rstrip() == fence else fence
+            yield "assistant", line
+            continue
+        if line.startswith("#### "):
+            speaker, line = "user", line[5:].rstrip()
+        elif line.startswith(_COST):
+            continue
+        elif line.startswith(">"):
+            speaker, line = "program", line[1:].removeprefix(" ").rstrip()
+        elif line.strip():
+            speaker = "assistant"
+            fence = mark.group() if mark else ""
+        yield speaker, line
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    current: tuple[str, list[str]] = ("program", [])
+    for speaker, line in _lines(text):
+        if speaker != current[0]:
+            yield current[0], "\n".join(current[1]).strip("\n")
+            current = (speaker, [])
+        current[1].append(line)
+    yield current[0], "\n".join(current[1]).strip("\n")
+
+
+def _messages(text: str) -> list[Message]:
+    messages = []
+    for speaker, block in _blocks(text):
+        if not block:
+            continue
+        if speaker == "assistant":
+            marked = spans(block, _EDIT)
+            messages.append(Message(role="assistant", author="policy", content=block, action_spans=marked))
+            continue
+        started = any(message.role == "assistant" for message in messages)
+        author: Author = "human" if speaker == "user" else "environment" if started else "harness"
+        messages.append(Message(role="user", author=author, content=block))
+    return messages
+
+
+def read(document: Document) -> list[Trajectory]:
+    if document.kind != "text":
+        raise SourceError("aider: not a Markdown chat history")
+    starts = [match.start() for match in _SESSION.finditer(document.value)]
+    runs = []
+    for start, end in zip(starts, [*starts[1:], len(document.value)], strict=True):
+        session = document.value[start:end]
+        heading, _, body = session.partition("\n")
+        messages = _messages(body)
+        if any(message.role == "assistant" for message in messages):
+            model = _MODEL.search(session)
+            opened = heading.removeprefix("# aider chat started at ").strip()
+            runs.append(
+                build(document, NAME, messages, run_id=opened, agent=NAME, model=model.group(1) if model else None)
+            )
+    if not runs:
+        raise SourceError("aider: no session with an answer in the file")
+    return runs
+
+
+ADAPTER = Adapter(NAME, detect, read)

@@ -1,0 +1,125 @@
+"""ATIF 1.0-1.8 (Agent Trajectory Interchange Format): one document of steps; action and observation share a step.
+
+`source_call_id` is often missing, so results pair with calls by position. Copied context and steps that no model call
+made are context. Subagent trajectories inside the document become trajectories of their own.
+"""
+
+import re
+from typing import Any
+
+from schemas.trajectory import Author, Message, Trajectory
+from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
+from tasks.sources.document import Document, SourceError
+from tasks.sources.text_calls import exit_code_failed
+
+NAME = "atif"
+
+_JSON_CALL = re.compile(r"\{.*\}", re.DOTALL)
+
+
+def detect(document: Document) -> bool:
+    first = document.first
+    version = first.get("schema_version")
+    return isinstance(first.get("steps"), list) and isinstance(version, str) and version.startswith("ATIF")
+
+
+def _turn_author(step: dict[str, Any]) -> Author:
+    if step.get("is_copied_context") is True:
+        return "copied_context"
+    return "invented" if step.get("llm_call_count") == 0 else "policy"
+
+
+def _turn(step: dict[str, Any]) -> Message:
+    content = text_of(step.get("message"))
+    calls = tuple(
+        tool_call(call.get("function_name"), call.get("arguments"), call.get("tool_call_id"))
+        for call in dicts(step.get("tool_calls"))
+    )
+    written = not calls and isinstance(step.get("observation"), dict)
+    return Message(
+        role="assistant",
+        author=_turn_author(step),
+        content=content,
+        reasoning=string(step.get("reasoning_content")),
+        tool_calls=calls,
+        action_spans=spans(content, _JSON_CALL) if written else (),
+    )
+
+
+def _results(step: dict[str, Any], turn: Message | None) -> list[Message]:
+    messages = []
+    calls = turn.tool_calls if turn else ()
+    for position, result in enumerate(dicts(get(step, "observation", "results"))):
+        content = text_of(result.get("content"))
+        call_id = string(result.get("source_call_id"))
+        call = next((call for call in calls if call_id is not None and call.call_id == call_id), None)
+        if call is None and call_id is None and position < len(calls):
+            call = calls[position]
+        if not calls and call_id is None:
+            failed = True if "parsing error" in content[:200] else exit_code_failed(content)
+            messages.append(Message(role="user", author="environment", content=content, failed=failed))
+            continue
+        messages.append(
+            Message(
+                role="tool",
+                author="environment",
+                content=content,
+                tool_call_id=call_id or (call.call_id if call else None),
+                name=call.name if call else None,
+                failed=exit_code_failed(content),
+            )
+        )
+    return messages
+
+
+def _messages(steps: list[dict[str, Any]]) -> list[Message]:
+    messages: list[Message] = []
+    task_read = False
+    for step in steps:
+        turn = None
+        source = step.get("source")
+        if source == "agent":
+            turn = _turn(step)
+            messages.append(turn)
+        elif source == "system":
+            role = "user" if task_read else "system"  # templates take a system message at the start only
+            messages.append(Message(role=role, author="harness", content=text_of(step.get("message"))))
+        elif source == "user":
+            author: Author = "copied_context" if step.get("is_copied_context") is True else "human"
+            author = author if task_read else "harness"
+            messages.append(Message(role="user", author=author, content=text_of(step.get("message"))))
+            task_read = True
+        else:
+            raise SourceError(f"atif: unknown step source {source!r}")
+        messages += _results(step, turn)
+    return messages
+
+
+def _read_one(document: Document, value: dict[str, Any], parent_id: str | None) -> list[Trajectory]:
+    messages = _messages(dicts(as_list(value.get("steps"), "steps")))
+    tools = get(value, "agent", "tool_definitions")
+    run = build(
+        document,
+        NAME,
+        messages,
+        run_id=string(value.get("trajectory_id")) or string(value.get("session_id")),
+        agent=string(get(value, "agent", "name")),
+        model=string(get(value, "agent", "model_name")),
+        tools_json=json_text(tools) if tools else None,
+        parent_id=parent_id,
+        parent_link="subagent" if parent_id else None,
+    )
+    runs = [run]
+    for child in dicts(value.get("subagent_trajectories")):
+        runs += _read_one(document, child, run.trajectory_id)
+    return runs
+
+
+def read(document: Document) -> list[Trajectory]:
+    runs = [run for value in dicts(document.records) for run in _read_one(document, value, None)]
+    if not runs:
+        raise SourceError("atif: no trajectory in the file")
+    return runs
+
+
+ADAPTER = Adapter(NAME, detect, read)

@@ -1,0 +1,250 @@
+"""Claude Code sessions: JSON Lines, one line per content block, ordered by `parentUuid`.
+
+Lines of one response share `message.id` and are merged; results belong to the turn that made the call, whatever line
+they hang on, so parallel calls are no forks. Real forks (edits, retries) become trajectories of their own, whose shared
+opening is copied context. Subagents (inline or in files of their own) name the session's main trajectory as parent.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from schemas.trajectory import Author, Message, Trajectory
+from tasks.sources.anthropic_messages import assistant_blocks, result_message
+from tasks.sources.base import Adapter, build, dicts, digest, get, string, text_of
+from tasks.sources.document import Document, SourceError
+
+NAME = "claude-code"
+
+_HARNESS_MARKS = ("<command-", "<local-command", "<system-reminder>", "<bash-", "Caveat: ", "[Request interrupted")
+
+
+@dataclass
+class _Unit:
+    """One turn with its results, or one user message: a node of the conversation's tree."""
+
+    key: str
+    line: int
+    group: str
+    parent: str | None
+    blocks: list[Any] = field(default_factory=list)
+    message: Message | None = None
+    results: list[Message] = field(default_factory=list)
+    synthetic: bool = False
+    is_continuation: bool = False
+
+    def messages(self) -> list[Message]:
+        if self.message is not None:
+            return [self.message]
+        turn = assistant_blocks(self.blocks)
+        return [turn.model_copy(update={"author": "invented"}) if self.synthetic else turn, *self.results]
+
+
+def detect(document: Document) -> bool:
+    if document.kind not in ("json", "jsonl"):
+        return False
+    for record in dicts(document.records[:64]):
+        if record.get("type") in ("user", "assistant") and "uuid" in record and isinstance(record.get("message"), dict):
+            return True
+    return False
+
+
+def _add_block(blocks: list[Any], block: Any) -> None:
+    """Lines of one response can repeat a block, a partial one before the whole: the whole one stays, once."""
+    for index, earlier in enumerate(blocks):
+        if not isinstance(earlier, dict) or not isinstance(block, dict) or earlier.get("type") != block.get("type"):
+            continue
+        if block.get("type") == "tool_use" and earlier.get("id") == block.get("id"):
+            blocks[index] = block
+            return
+        for key in ("text", "thinking"):
+            old, new = earlier.get(key), block.get(key)
+            if isinstance(old, str) and isinstance(new, str) and old and new.startswith(old):
+                blocks[index] = block
+                return
+    blocks.append(block)
+
+
+def _author(record: dict[str, Any], text: str) -> Author:
+    if record.get("isCompactSummary"):
+        return "copied_context"
+    if record.get("isMeta") or record.get("isSidechain") or text.startswith(_HARNESS_MARKS):
+        return "harness"
+    return "human"
+
+
+class _Session:
+    """The tree of one file, built line by line."""
+
+    def __init__(self) -> None:
+        self.units: dict[str, _Unit] = {}
+        self.unit_of_line: dict[str, str | None] = {}
+        self.unit_of_call: dict[str, str] = {}
+        self.last_of_group: dict[str, str] = {}
+        self.group_of_line: dict[str, str] = {}
+
+    def _group(self, record: dict[str, Any]) -> str:
+        """Main conversation, or one subagent: by agent id, in old files by the sidechain's first line."""
+        if not record.get("isSidechain"):
+            return "main"
+        agent = string(record.get("agentId"))
+        if agent:
+            return agent
+        parent = string(record.get("parentUuid"))
+        if parent is None:
+            return f"sidechain-{record.get('uuid')}"
+        known = self.group_of_line.get(parent)
+        if known is not None and known != "main":
+            return known
+        sidechains = [group for group in self.last_of_group if group != "main"]
+        return sidechains[-1] if sidechains else f"sidechain-{record.get('uuid')}"
+
+    def _parent(self, record: dict[str, Any], group: str) -> str | None:
+        parent = string(record.get("parentUuid"))
+        if parent is None:
+            return None
+        if parent in self.unit_of_line:
+            return self.unit_of_line[parent]
+        return self.last_of_group.get(group)  # the line it names is not in the file: it follows the one before
+
+    def _open(self, key: str, line: int, group: str, parent: str | None) -> _Unit:
+        unit = _Unit(key, line, group, parent)
+        self.units[key] = unit
+        self.last_of_group[group] = key
+        return unit
+
+    def add(self, line: int, record: dict[str, Any]) -> None:
+        uuid = string(record.get("uuid"))
+        if uuid is None:
+            return
+        group = self._group(record)
+        self.group_of_line[uuid] = group
+        parent = self._parent(record, group)
+        raw = record.get("message")
+        if record.get("type") == "assistant" and isinstance(raw, dict):
+            self.unit_of_line[uuid] = self._add_turn(line, record, raw, group, parent, uuid)
+        elif record.get("type") == "user" and isinstance(raw, dict):
+            self.unit_of_line[uuid] = self._add_user(line, record, raw, group, parent, uuid)
+        else:
+            self.unit_of_line[uuid] = parent  # bookkeeping lines only pass the thread on
+
+    def _add_turn(
+        self, line: int, record: dict[str, Any], raw: dict[str, Any], group: str, parent: str | None, uuid: str
+    ) -> str:
+        key = f"{group}/{string(raw.get('id')) or uuid}"
+        unit = self.units.get(key) or self._open(key, line, group, parent)
+        content = raw.get("content")
+        for block in content if isinstance(content, list) else [{"type": "text", "text": text_of(content)}]:
+            _add_block(unit.blocks, block)
+            call_id = string(get(block, "id"))
+            if call_id is not None:
+                self.unit_of_call[call_id] = key
+        unit.synthetic = unit.synthetic or raw.get("model") == "<synthetic>" or bool(record.get("isApiErrorMessage"))
+        return key
+
+    def _add_user(
+        self, line: int, record: dict[str, Any], raw: dict[str, Any], group: str, parent: str | None, uuid: str
+    ) -> str | None:
+        content = raw.get("content")
+        blocks = dicts(content)
+        results = [block for block in blocks if block.get("type") == "tool_result"]
+        position = parent
+        for block in results:
+            owner = self.unit_of_call.get(string(block.get("tool_use_id")) or "")
+            if owner is not None:
+                self.units[owner].results.append(result_message(block))
+                position = owner
+            else:  # a result whose call is not in the file stays as context
+                unit = self._open(f"{uuid}/{block.get('tool_use_id')}", line, group, position)
+                unit.message = result_message(block)
+                position = unit.key
+        rest = (
+            [block for block in blocks if block.get("type") != "tool_result"] if isinstance(content, list) else content
+        )
+        text = text_of(rest)
+        if not text and results:
+            return position
+        unit = self._open(uuid, line, group, position)
+        unit.message = Message(role="user", author=_author(record, text), content=text)
+        unit.is_continuation = bool(record.get("isCompactSummary") or record.get("logicalParentUuid"))
+        return unit.key
+
+    def path_to(self, leaf: str) -> list[_Unit]:
+        """Units from the root to `leaf`; a cycle in the parent links ends the walk."""
+        path: list[_Unit] = []
+        seen: set[str] = set()
+        key: str | None = leaf
+        while key is not None and key not in seen:
+            seen.add(key)
+            unit = self.units[key]
+            path.append(unit)
+            key = unit.parent
+        return path[::-1]
+
+    def leaves(self, group: str) -> list[str]:
+        members = [unit for unit in self.units.values() if unit.group == group]
+        parents = {unit.parent for unit in members}
+        found = [unit.key for unit in members if unit.key not in parents]
+        return found or [members[-1].key]  # every unit has a child: the links are a cycle
+
+
+def _copied(messages: Iterable[Message]) -> list[Message]:
+    return [
+        message.model_copy(update={"author": "copied_context"}) if message.role == "assistant" else message
+        for message in messages
+    ]
+
+
+def _read_group(
+    document: Document, session: _Session, group: str, session_id: str, model: str | None
+) -> list[Trajectory]:
+    main_id = digest(NAME, session_id, "main")
+    own_id = main_id if group == "main" else digest(NAME, session_id, group)
+    leaves = sorted(session.leaves(group), key=lambda key: session.units[key].line, reverse=True)
+    covered: set[str] = set()
+    runs = []
+    for number, leaf in enumerate(leaves):
+        path = session.path_to(leaf)
+        messages: list[Message] = []
+        for unit in path:
+            messages += _copied(unit.messages()) if unit.key in covered else unit.messages()
+        covered.update(unit.key for unit in path)
+        link = "subagent" if group != "main" else None
+        if number:
+            link = "continuation" if path[0].is_continuation else "fork"
+        runs.append(
+            build(
+                document,
+                NAME,
+                messages,
+                trajectory_id=own_id if number == 0 else digest(own_id, leaf),
+                run_id=session_id,
+                agent=NAME,
+                model=model,
+                parent_id=None if link is None else own_id if number else main_id,
+                parent_link=link,
+            )
+        )
+    return runs
+
+
+def read(document: Document) -> list[Trajectory]:
+    sessions: dict[str, _Session] = defaultdict(_Session)
+    models: dict[str, str] = {}
+    for line, record in enumerate(dicts(document.records)):
+        session_id = string(record.get("sessionId")) or ""
+        sessions[session_id].add(line, record)
+        model = string(get(record, "message", "model"))
+        if model and model != "<synthetic>":
+            models.setdefault(session_id, model)
+    runs = []
+    for session_id, session in sessions.items():
+        for group in dict.fromkeys(unit.group for unit in session.units.values()):
+            runs += _read_group(document, session, group, session_id or document.sha256, models.get(session_id))
+    if not runs:
+        raise SourceError("claude-code: no message in the file")
+    return runs
+
+
+ADAPTER = Adapter(NAME, detect, read)

@@ -1,0 +1,78 @@
+"""debug-gym: one JSON object a run with `problem` and `log[]`; `prompt_response_pairs` repeats the prompt each step."""
+
+from typing import Any
+
+from schemas.trajectory import Message, Outcome, Trajectory
+from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, string, text_of, tool_call
+from tasks.sources.chat import read_messages
+from tasks.sources.document import Document, SourceError
+
+NAME = "debug-gym"
+
+
+def detect(document: Document) -> bool:
+    first = document.first
+    return {"problem", "log"} <= first.keys() and isinstance(first["log"], list)
+
+
+def _opening(log: list[dict[str, Any]]) -> list[Message]:
+    """System and task message, as the first prompt shows them; the first observation where no prompt is kept."""
+    for step in log:
+        for pair in dicts(step.get("prompt_response_pairs")):
+            prompt = pair.get("prompt")
+            if isinstance(prompt, list):
+                shown = read_messages(prompt, user="harness")
+                turns = [index for index, message in enumerate(shown) if message.role == "assistant"]
+                return shown[: turns[0]] if turns else shown
+    text = text_of(log[0].get("obs")) if log else ""
+    return [Message(role="user", author="harness", content=text)] if text else []
+
+
+def _step(step: dict[str, Any]) -> list[Message]:
+    action = step.get("action")
+    responses = [pair.get("response") for pair in dicts(step.get("prompt_response_pairs"))]
+    content = text_of(step.get("content")) if "content" in step else text_of(next(iter(responses), None))
+    if action is None and not content:
+        return []
+    calls = ()
+    if isinstance(action, dict):
+        calls = (tool_call(action.get("name"), action.get("arguments"), action.get("id")),)
+    turn = Message(
+        role="assistant", author="policy", content=content, reasoning=string(step.get("reasoning")), tool_calls=calls
+    )
+    call_id, name = string(get(action, "id")), string(get(action, "name"))
+    observed = Message(
+        role="tool", author="environment", content=text_of(step.get("obs")), tool_call_id=call_id, name=name
+    )
+    return [turn, observed]
+
+
+def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
+    log = dicts(as_list(run.get("log"), "log"))
+    messages = _opening(log)
+    for step in log:
+        messages += _step(step)
+    success = run.get("success")
+    tools = run.get("tools")
+    return build(
+        document,
+        NAME,
+        messages,
+        task_id=f"debug-gym/{string(run.get('problem'))}",
+        outcome=Outcome(status="resolved" if success else "failed", source="test_report")
+        if isinstance(success, bool)
+        else Outcome(),
+        run_id=string(run.get("uuid")),
+        agent=NAME,
+        tools_json=json_text(tools) if tools else None,
+    )
+
+
+def read(document: Document) -> list[Trajectory]:
+    runs = [_read_run(document, run) for run in dicts(document.records)]
+    if not runs:
+        raise SourceError("debug-gym: no run in the file")
+    return runs
+
+
+ADAPTER = Adapter(NAME, detect, read)

@@ -1,0 +1,115 @@
+"""Gemini: CLI sessions (`type` user/gemini, thoughts, toolCalls) and the API's `contents` of parts."""
+
+from typing import Any
+
+from schemas.trajectory import Message, ToolCall, Trajectory
+from tasks.sources.base import Adapter, as_list, build, dicts, get, string, text_of, tool_call
+from tasks.sources.document import Document, SourceError
+
+NAME = "gemini-cli"
+
+
+def _contents(first: dict[str, Any]) -> list[Any] | None:
+    contents = first.get("contents")
+    return contents if isinstance(contents, list) and contents and isinstance(get(contents[0], "parts"), list) else None
+
+
+def detect(document: Document) -> bool:
+    first = document.first
+    if _contents(first) is not None:
+        return True
+    messages = dicts(first.get("messages"))[:3]
+    return bool(messages) and all(message.get("type") in ("user", "gemini", "info", "error") for message in messages)
+
+
+def _thoughts(thoughts: Any) -> str | None:
+    texts = [f"{thought.get('subject', '')}\n{thought.get('description', '')}".strip() for thought in dicts(thoughts)]
+    return "\n\n".join(text for text in texts if text) or None
+
+
+def _result(call: dict[str, Any]) -> Message:
+    parts = call.get("result")
+    outputs = [get(part, "functionResponse", "response") for part in dicts(parts)]
+    texts = [text_of(get(output, "output") or get(output, "error") or output) for output in outputs]
+    status = call.get("status")
+    return Message(
+        role="tool",
+        author="environment",
+        content="\n".join(texts) if texts else text_of(parts),
+        tool_call_id=string(call.get("id")),
+        name=string(call.get("name")),
+        failed=status != "success" if isinstance(status, str) else None,
+    )
+
+
+def _session(session: dict[str, Any]) -> list[Message]:
+    messages: list[Message] = []
+    for raw in dicts(as_list(session.get("messages"), "messages")):
+        if raw.get("type") == "user":
+            messages.append(Message(role="user", author="human", content=text_of(raw.get("content"))))
+        elif raw.get("type") == "gemini":
+            calls = dicts(raw.get("toolCalls"))
+            messages.append(
+                Message(
+                    role="assistant",
+                    author="policy",
+                    content=text_of(raw.get("content")),
+                    reasoning=_thoughts(raw.get("thoughts")),
+                    tool_calls=tuple(tool_call(call.get("name"), call.get("args"), call.get("id")) for call in calls),
+                )
+            )
+            messages += [_result(call) for call in calls if call.get("result") is not None]
+    return messages
+
+
+def _api_message(content: dict[str, Any]) -> list[Message]:
+    parts = dicts(content.get("parts"))
+    results = [part["functionResponse"] for part in parts if isinstance(part.get("functionResponse"), dict)]
+    messages = [
+        Message(
+            role="tool",
+            author="environment",
+            content=text_of(get(result, "response", "output") or result.get("response")),
+            tool_call_id=string(result.get("id")),
+            name=string(result.get("name")),
+        )
+        for result in results
+    ]
+    text = text_of([part for part in parts if not part.get("thought") and "functionResponse" not in part])
+    if content.get("role") == "model":
+        calls: list[ToolCall] = []
+        for part in parts:
+            call = part.get("functionCall")
+            if isinstance(call, dict):
+                calls.append(tool_call(call.get("name"), call.get("args"), call.get("id")))
+        reasoning = text_of([part for part in parts if part.get("thought")]) or None
+        messages.append(
+            Message(role="assistant", author="policy", content=text, reasoning=reasoning, tool_calls=tuple(calls))
+        )
+    elif text:
+        messages.append(Message(role="user", author="human", content=text))
+    return messages
+
+
+def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
+    contents = _contents(run)
+    if contents is None:
+        messages = _session(run)
+        models = (string(raw.get("model")) for raw in dicts(run.get("messages")))
+        model = next(filter(None, models), None)
+    else:
+        system = run.get("systemInstruction") or run.get("system_instruction")
+        messages = [Message(role="system", author="harness", content=text_of(get(system, "parts")))] if system else []
+        messages += [message for content in dicts(contents) for message in _api_message(content)]
+        model = string(run.get("model"))
+    return build(document, NAME, messages, run_id=string(run.get("sessionId")), agent=NAME, model=model)
+
+
+def read(document: Document) -> list[Trajectory]:
+    runs = [_read_run(document, run) for run in dicts(document.records)]
+    if not runs:
+        raise SourceError("gemini-cli: no session in the file")
+    return runs
+
+
+ADAPTER = Adapter(NAME, detect, read)

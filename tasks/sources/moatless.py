@@ -1,0 +1,169 @@
+"""moatless-tools: search trees (`nodes` with `parent_id`, older ones nested) and the transitions of version 0.0.1.
+
+A trajectory is a path from the root to a leaf. Later calls show earlier turns re-rendered; what the model wrote is in
+each node's own completion. In the old format two models work in turn; the one that starts is the policy.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from schemas.trajectory import Message, Trajectory
+from tasks.sources.anthropic_messages import assistant_blocks
+from tasks.sources.base import Adapter, as_list, build, dicts, get, reward_outcome, string, text_of, tool_call
+from tasks.sources.chat import read_message
+from tasks.sources.document import Document, SourceError
+
+NAME = "moatless"
+
+
+def detect(document: Document) -> bool:
+    first = document.first
+    nodes = first.get("nodes")
+    if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict):
+        return "node_id" in nodes[0]
+    root = first.get("root")
+    return (isinstance(root, dict) and "node_id" in root) or (
+        isinstance(first.get("transitions"), list) and "initial_message" in first
+    )
+
+
+def _flatten(node: dict[str, Any], parent: Any = None) -> Iterator[dict[str, Any]]:
+    stack = [(node, parent)]
+    while stack:
+        current, above = stack.pop()
+        yield {**current, "parent_id": current.get("parent_id", above)}
+        stack += [(child, current.get("node_id")) for child in reversed(dicts(current.get("children")))]
+
+
+def _paths(nodes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Paths from the root to each leaf, in the order of the leaves; a cycle in the parent links ends a path."""
+    by_id = {node.get("node_id"): node for node in nodes}
+    parents = {node.get("parent_id") for node in nodes}
+    leaves = [node for node in nodes if node.get("node_id") not in parents] or nodes[-1:]
+    paths = []
+    for leaf in leaves:
+        path: list[dict[str, Any]] = []
+        node: dict[str, Any] | None = leaf
+        while node is not None and not any(node is earlier for earlier in path):
+            path.append(node)
+            node = by_id.get(node.get("parent_id"))
+        paths.append(path[::-1])
+    return paths
+
+
+def _response(completion: dict[str, Any]) -> Message | None:
+    response = completion.get("response")
+    choices = get(response, "choices")
+    if isinstance(choices, list) and choices and isinstance(get(choices[0], "message"), dict):
+        return read_message({**choices[0]["message"], "role": "assistant"})
+    content = get(response, "content")
+    return assistant_blocks(content) if content is not None else None
+
+
+def _turn(node: dict[str, Any]) -> Message | None:
+    completions = node.get("completions")
+    if isinstance(completions, dict) and isinstance(completions.get("build_action"), dict):
+        message = _response(completions["build_action"])
+        if message is not None:
+            return message
+    action = node.get("action")
+    if not isinstance(action, dict):
+        return None
+    arguments = {key: value for key, value in action.items() if key not in ("scratch_pad", "action_args_class")}
+    name = str(action.get("action_args_class") or "action").rsplit(".", 1)[-1].removesuffix("Args")
+    call = tool_call(name, arguments)
+    return Message(role="assistant", author="policy", content=text_of(action.get("scratch_pad")), tool_calls=(call,))
+
+
+def _node_messages(node: dict[str, Any], copied: bool) -> list[Message]:
+    messages = []
+    turn = _turn(node)
+    if turn is not None:
+        messages.append(turn.model_copy(update={"author": "copied_context"}) if copied else turn)
+    observation = node.get("observation") or node.get("output")
+    text = text_of(get(observation, "message"))
+    if turn is not None and text and not get(observation, "terminal"):
+        call = turn.tool_calls[0] if turn.tool_calls else None
+        failed = True if get(observation, "expect_correction") is True else None
+        messages.append(
+            Message(
+                role="tool",
+                author="environment",
+                content=text,
+                tool_call_id=call.call_id if call else None,
+                name=call.name if call else None,
+                failed=failed,
+            )
+        )
+    if turn is None and node.get("message"):
+        messages.append(Message(role="user", author="harness", content=text_of(node.get("message"))))
+    return messages
+
+
+def _read_tree(document: Document, tree: dict[str, Any]) -> list[Trajectory]:
+    nodes = dicts(tree.get("nodes")) or list(_flatten(tree["root"]))
+    system = text_of(get(tree, "agent", "system_prompt"))
+    opening = [Message(role="system", author="harness", content=system)] if system else []
+    runs: list[Trajectory] = []
+    covered: set[int] = set()
+    for path in _paths(nodes):
+        messages = list(opening)
+        for node in path:
+            messages += _node_messages(node, id(node) in covered)
+        covered.update(id(node) for node in path)
+        runs.append(
+            build(
+                document,
+                NAME,
+                messages,
+                instance_id=string(get(tree, "metadata", "instance_id")),
+                outcome=reward_outcome(get(path[-1], "evaluation_result", "resolved"), "test_report"),
+                agent=NAME,
+                model=string(get(tree, "agent", "completion", "model")),
+                parent_id=runs[0].trajectory_id if runs else None,
+                parent_link="fork" if runs else None,
+            )
+        )
+    return runs
+
+
+def _read_transitions(document: Document, run: dict[str, Any]) -> Trajectory:
+    messages = [Message(role="user", author="harness", content=text_of(run.get("initial_message")))]
+    policy_model: str | None = None
+    for transition in dicts(as_list(run.get("transitions"), "transitions")):
+        model = string(get(transition, "properties", "model"))
+        for step in dicts(transition.get("actions")):
+            action = step.get("action")
+            policy_model = policy_model or model
+            inner = get(action, "action")
+            calls = (tool_call(transition.get("name"), inner),) if isinstance(inner, dict) else ()
+            content = text_of(get(action, "thoughts")) or text_of(get(action, "content"))
+            author = "policy" if model == policy_model else "other_agent"
+            messages.append(Message(role="assistant", author=author, content=content, tool_calls=calls))
+            shown = text_of(get(step, "output", "message"))
+            if shown and not calls:  # a plan's output only repeats the plan
+                messages.append(Message(role="user", author="environment", content=shown))
+    return build(
+        document,
+        NAME,
+        messages,
+        instance_id=string(get(run, "info", "instance_id")),
+        agent=NAME,
+        model=policy_model,
+        patch=string(get(run, "info", "submission")),
+    )
+
+
+def read(document: Document) -> list[Trajectory]:
+    runs: list[Trajectory] = []
+    for record in dicts(document.records):
+        if isinstance(record.get("transitions"), list):
+            runs.append(_read_transitions(document, record))
+        elif isinstance(record.get("nodes"), list) or isinstance(record.get("root"), dict):
+            runs += _read_tree(document, record)
+    if not runs:
+        raise SourceError("moatless: no tree in the file")
+    return runs
+
+
+ADAPTER = Adapter(NAME, detect, read)

@@ -1,0 +1,187 @@
+"""OpenHands V0: event lists (GUI export, replays), eval `output.jsonl` rows with `history`, resolver rows.
+
+What is an action and what an observation is told by the key that is there; `source` is "agent" for both. The model's
+own text is in `tool_call_metadata.model_response`; one response with several calls becomes several events.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from schemas.trajectory import Author, Message, Outcome, ToolCall, Trajectory
+from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, string, text_of, tool_call
+from tasks.sources.chat import read_message
+from tasks.sources.document import Document, SourceError
+from tasks.sources.text_calls import exit_code_failed
+
+NAME = "openhands"
+
+_BOOKKEEPING = ("system", "recall", "change_agent_state", "null", "condensation", "condensation_request", "pause")
+_SILENT = ("null", "agent_state_changed", "recall", "condense", "user_rejected_null")
+_NO_ARGUMENTS = (
+    *("thought", "is_confirmed", "confirmation_state", "action", "action_risk", "security_risk", "keep_prompt"),
+    *("kernel_init_code", "blocking", "hidden", "is_input", "is_static", "translated_ipython_code", "impl_source"),
+    *("final_thought", "image_urls", "images_urls"),
+)
+"""Event fields that are no argument of the call."""
+
+
+def _is_event(value: Any) -> bool:
+    return isinstance(value, dict) and ("action" in value or "observation" in value) and "role" not in value
+
+
+def _history(row: dict[str, Any]) -> list[Any] | None:
+    history = row.get("history")
+    if isinstance(history, list) and history and _is_event(history[0]):
+        return history
+    return None
+
+
+def detect(document: Document) -> bool:
+    first = document.first
+    if _history(first) is not None:
+        return True
+    events = document.records[:3]
+    return bool(events) and all(_is_event(event) and ("source" in event or "args" in event) for event in events)
+
+
+def _response_message(event: dict[str, Any]) -> dict[str, Any] | None:
+    choices = get(event, "tool_call_metadata", "model_response", "choices")
+    message = get(choices[0], "message") if isinstance(choices, list) and choices else None
+    return message if isinstance(message, dict) else None
+
+
+def _response_id(event: dict[str, Any]) -> str | None:
+    return string(get(event, "tool_call_metadata", "model_response", "id"))
+
+
+def _plain_call(event: dict[str, Any], args: dict[str, Any]) -> tuple[ToolCall, ...]:
+    """The call of an event that does not carry the model's response."""
+    action = event["action"]
+    if action in ("message", "finish", "think") and not event.get("tool_call_metadata"):
+        return ()
+    metadata = event.get("tool_call_metadata")
+    name = string(get(metadata, "function_name")) or action
+    arguments = {key: value for key, value in args.items() if key not in _NO_ARGUMENTS and value is not None}
+    return (tool_call(name, arguments, get(metadata, "tool_call_id")),)
+
+
+def _turn(event: dict[str, Any], args: dict[str, Any]) -> Message:
+    response = _response_message(event)
+    if response is not None:
+        message = read_message({**response, "role": "assistant"})
+        if message.tool_calls or message.content:
+            return message
+    texts = [args.get("thought"), args.get("content") if event["action"] == "message" else None]
+    if event["action"] == "finish":
+        texts.append(args.get("final_thought"))
+    return Message(
+        role="assistant",
+        author="policy",
+        content="\n\n".join(text for text in texts if isinstance(text, str) and text),
+        tool_calls=_plain_call(event, args),
+    )
+
+
+def _failed(event: dict[str, Any], content: str) -> bool | None:
+    if event.get("observation") == "error":
+        return True
+    code = get(event, "extras", "metadata", "exit_code")
+    code = event.get("exit_code") if code is None else code
+    if isinstance(code, int):
+        return None if code == -1 else code != 0
+    return exit_code_failed(content)
+
+
+def _observation(event: dict[str, Any]) -> Message:
+    content = text_of(event.get("content"))
+    metadata = event.get("tool_call_metadata")
+    if not isinstance(metadata, dict):
+        return Message(role="user", author="environment", content=content, failed=_failed(event, content))
+    return Message(
+        role="tool",
+        author="environment",
+        content=content,
+        tool_call_id=string(metadata.get("tool_call_id")),
+        name=string(metadata.get("function_name")),
+        failed=_failed(event, content),
+    )
+
+
+def read_events(events: Iterable[dict[str, Any]], *, user: Author) -> tuple[list[Message], str | None]:
+    """(messages, tool schemas as JSON text) of a V0 event stream."""
+    messages: list[Message] = []
+    tools: str | None = None
+    seen_responses: set[str] = set()
+    started = False
+    for event in events:
+        nested = event.get("args")
+        args: dict[str, Any] = nested if isinstance(nested, dict) else event  # resolver events are flat
+        if "action" not in event:
+            if event.get("observation") not in _SILENT:
+                messages.append(_observation(event))
+            continue
+        action = event["action"]
+        from_user = event.get("source") == "user" or ("source" not in event and action == "message" and not started)
+        if action == "system":
+            messages.append(Message(role="system", author="harness", content=text_of(args.get("content"))))
+            tools = json_text(args["tools"]) if args.get("tools") else None
+        elif action in _BOOKKEEPING:
+            continue
+        elif from_user:
+            text = text_of(args.get("content")) or text_of(args.get("command"))
+            messages.append(Message(role="user", author=user, content=text))
+        elif event.get("source") != "environment":
+            response = _response_id(event)
+            if response is not None and response in seen_responses:
+                continue
+            if response is not None:
+                seen_responses.add(response)
+            messages.append(_turn(event, args))
+        started = True
+    return messages, tools
+
+
+def _row_outcome(row: dict[str, Any]) -> Outcome:
+    for verdict in (get(row, "test_result", "report", "resolved"), get(row, "report", "resolved")):
+        if isinstance(verdict, bool):
+            return Outcome(status="resolved" if verdict else "failed", source="test_report")
+    if isinstance(row.get("success"), bool):  # the resolver lets a model judge the run
+        return Outcome(status="resolved" if row["success"] else "failed", source="agent")
+    return Outcome()
+
+
+def _row_instance(row: dict[str, Any]) -> str | None:
+    issue = row.get("issue")
+    if isinstance(issue, dict) and issue.get("owner") and issue.get("repo"):
+        return f"{issue['owner']}__{issue['repo']}-{issue.get('number')}"
+    return string(row.get("instance_id"))
+
+
+def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
+    messages, tools = read_events(dicts(as_list(row.get("history"), "history")), user="harness")
+    return build(
+        document,
+        NAME,
+        messages,
+        instance_id=_row_instance(row),
+        outcome=_row_outcome(row),
+        agent=NAME,
+        model=string(get(row, "metadata", "llm_config", "model")),
+        tools_json=tools,
+        exit_status=string(row.get("error")),
+        patch=string(get(row, "test_result", "git_patch")) or string(row.get("git_patch")),
+    )
+
+
+def read(document: Document) -> list[Trajectory]:
+    if _history(document.first) is not None:
+        return [_read_row(document, row) for row in dicts(document.records)]
+    events = dicts(document.records)
+    if not events:
+        raise SourceError("openhands: no event in the file")
+    messages, tools = read_events(events, user="human")
+    models = (string(get(event, "tool_call_metadata", "model_response", "model")) for event in events)
+    return [build(document, NAME, messages, agent=NAME, model=next(filter(None, models), None), tools_json=tools)]
+
+
+ADAPTER = Adapter(NAME, detect, read)

@@ -1,0 +1,146 @@
+"""OpenHands V1 SDK events (`kind`: ActionEvent, ObservationEvent, ...) and LLM completion logs."""
+
+import re
+from typing import Any
+
+from schemas.trajectory import Message, Trajectory
+from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
+from tasks.sources.chat import read_message, read_messages, reasoning_of
+from tasks.sources.document import Document, SourceError
+from tasks.sources.text_calls import XML_CALL, exit_code_failed
+
+EVENTS_NAME = "openhands-sdk"
+LOG_NAME = "openhands-llm-log"
+
+_THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+
+
+def _detect_events(document: Document) -> bool:
+    kinds = [event.get("kind") for event in dicts(document.records[:5])]
+    return bool(kinds) and all(isinstance(kind, str) and kind.endswith("Event") for kind in kinds)
+
+
+def _action(event: dict[str, Any]) -> Message:
+    content = text_of(event.get("thought"))
+    reasoning = reasoning_of(event)
+    block = _THINK.match(content)
+    if block and (reasoning is None or block.group(1).strip() == reasoning.strip()):
+        reasoning = reasoning or block.group(1)  # the thought repeats the reasoning: counted once
+        content = content[block.end() :]
+    call = event.get("tool_call")
+    calls = ()
+    if isinstance(call, dict):
+        calls = (
+            tool_call(call.get("name") or event.get("tool_name"), call.get("arguments"), event.get("tool_call_id")),
+        )
+    return Message(role="assistant", author="policy", content=content, reasoning=reasoning, tool_calls=calls)
+
+
+def _merge(first: Message, second: Message) -> Message:
+    """Two events of one model response."""
+    return first.model_copy(
+        update={
+            "content": "\n".join(text for text in (first.content, second.content) if text),
+            "reasoning": first.reasoning or second.reasoning,
+            "tool_calls": first.tool_calls + second.tool_calls,
+        }
+    )
+
+
+def _observation(event: dict[str, Any]) -> Message:
+    observation = event.get("observation")
+    content = text_of(get(observation, "content")) or text_of(get(observation, "output")) or text_of(event.get("error"))
+    failed = get(observation, "is_error")
+    code = get(observation, "exit_code")
+    if failed is not True and isinstance(code, int):
+        failed = None if code == -1 else code != 0
+    if event.get("kind") in ("AgentErrorEvent", "UserRejectObservation"):
+        failed = True
+    return Message(
+        role="tool",
+        author="environment",
+        content=content,
+        tool_call_id=string(event.get("tool_call_id")),
+        name=string(event.get("tool_name")),
+        failed=failed if isinstance(failed, bool) else None,
+    )
+
+
+def _read_events(document: Document) -> list[Trajectory]:
+    messages: list[Message] = []
+    tools: str | None = None
+    by_response: dict[str, int] = {}
+    for event in dicts(document.records):
+        kind = event.get("kind")
+        if kind == "SystemPromptEvent":
+            messages.append(Message(role="system", author="harness", content=text_of(event.get("system_prompt"))))
+            tools = json_text(event["tools"]) if event.get("tools") else None
+        elif kind == "MessageEvent":
+            raw = event.get("llm_message")
+            if isinstance(raw, dict):
+                messages.append(read_message(raw, user="human"))
+        elif kind == "ActionEvent":
+            response = string(event.get("llm_response_id"))
+            if response is not None and response in by_response:
+                index = by_response[response]
+                messages[index] = _merge(messages[index], _action(event))
+                continue
+            if response is not None:
+                by_response[response] = len(messages)
+            messages.append(_action(event))
+        elif kind in ("ObservationEvent", "AgentErrorEvent", "UserRejectObservation"):
+            messages.append(_observation(event))
+    return [build(document, EVENTS_NAME, messages, agent="openhands", tools_json=tools)]
+
+
+def _detect_log(document: Document) -> bool:
+    first = document.first
+    return isinstance(first.get("messages"), list) and isinstance(get(first, "response", "choices"), list)
+
+
+def _last_turn(record: dict[str, Any]) -> Message | None:
+    """The logged response; `raw_response` is what the model wrote where calls are prompted as text."""
+    for key in ("raw_response", "response"):
+        choices = get(record, key, "choices")
+        message = get(choices[0], "message") if isinstance(choices, list) and choices else None
+        if isinstance(message, dict):
+            return read_message({**message, "role": "assistant"})
+    return None
+
+
+def _read_log(document: Document) -> list[Trajectory]:
+    runs = []
+    for record in dicts(document.records):
+        messages = read_messages(as_list(record.get("messages"), "messages"), user="harness")
+        last = _last_turn(record)
+        if last is not None:
+            messages.append(last)
+        started = False
+        for index, message in enumerate(messages):
+            if message.role == "assistant":
+                started = True
+                if not message.tool_calls:
+                    messages[index] = message.model_copy(update={"action_spans": spans(message.content, XML_CALL)})
+            elif message.role == "tool" or (
+                message.role == "user" and started and message.content.startswith("EXECUTION RESULT")
+            ):
+                failed = exit_code_failed(message.content)
+                messages[index] = message.model_copy(update={"author": "environment", "failed": failed})
+        tools = record.get("tools")
+        runs.append(
+            build(
+                document,
+                LOG_NAME,
+                messages,
+                agent="openhands",
+                model=string(get(record, "response", "model")),
+                tools_json=json_text(tools) if tools else None,
+            )
+        )
+    if not runs:
+        raise SourceError("openhands-llm-log: no completion in the file")
+    return runs
+
+
+EVENTS = Adapter(EVENTS_NAME, _detect_events, _read_events)
+LLM_LOG = Adapter(LOG_NAME, _detect_log, _read_log)

@@ -1,0 +1,78 @@
+"""ShareGPT rows: `conversations` of from/value, and the same key with role/content inside (CodeActInstruct)."""
+
+from typing import Any
+
+from schemas.trajectory import Author, Message, Trajectory
+from tasks.sources.base import Adapter, as_list, build, dicts, spans, string, text_of, tool_call
+from tasks.sources.chat import read_message
+from tasks.sources.document import Document, SourceError, loads
+from tasks.sources.text_calls import EXECUTE_TAG, exit_code_failed
+
+NAME = "sharegpt"
+
+_OBSERVATION = "Observation:"
+
+
+def detect(document: Document) -> bool:
+    turns = document.first.get("conversations")
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
+        return False
+    return {"from", "value"} <= turns[0].keys() or {"role", "content"} <= turns[0].keys()
+
+
+def _call_message(value: str) -> Message:
+    """A `function_call` turn: JSON with name and arguments; kept as text where it is no JSON."""
+    try:
+        call = loads(value)
+    except ValueError:
+        call = None
+    if not isinstance(call, dict):
+        return Message(role="assistant", author="policy", content=value)
+    call_of = tool_call(call.get("name"), call.get("arguments"), call.get("id"))
+    return Message(role="assistant", author="policy", tool_calls=(call_of,))
+
+
+def _read_turn(turn: dict[str, Any], started: bool) -> Message:
+    speaker = turn.get("from", turn.get("role"))
+    text = text_of(turn.get("value", turn.get("content")))
+    if speaker == "function_call":
+        return _call_message(text)
+    if speaker in ("observation", "tool"):
+        return Message(role="tool", author="environment", content=text, failed=exit_code_failed(text))
+    if speaker in ("human", "user") and started and text.startswith(_OBSERVATION):
+        return Message(role="user", author="environment", content=text)
+    user: Author = "human" if started else "harness"
+    message = read_message({**turn, "role": speaker, "content": text}, user=user)
+    if message.role != "assistant" or message.tool_calls:
+        return message
+    return message.model_copy(update={"action_spans": spans(text, EXECUTE_TAG)})
+
+
+def read(document: Document) -> list[Trajectory]:
+    runs = []
+    for row in dicts(document.records):
+        messages: list[Message] = []
+        started = False
+        for turn in dicts(as_list(row.get("conversations"), "conversations")):
+            message = _read_turn(turn, started)
+            started = started or message.role == "assistant"
+            messages.append(message)
+        system = string(row.get("system"))
+        if system and messages and messages[0].role != "system":
+            messages.insert(0, Message(role="system", author="harness", content=system))
+        tools = row.get("tools")
+        runs.append(
+            build(
+                document,
+                NAME,
+                messages,
+                run_id=string(row.get("id")),
+                tools_json=tools if isinstance(tools, str) else None,
+            )
+        )
+    if not runs:
+        raise SourceError("sharegpt: no conversation in the file")
+    return runs
+
+
+ADAPTER = Adapter(NAME, detect, read)
