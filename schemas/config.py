@@ -93,6 +93,10 @@ class PairsConfig(Frozen):
     rules: tuple[Literal["outcome", "efficiency", "step", "repair"], ...] = Field(default=("outcome",), min_length=1)
     max_pairs_per_task: int = Field(default=4, ge=1)
     order: Literal["balanced", "hardest_first"] = "balanced"
+    rank_by: Literal["outcome", "score"] = Field(
+        default="outcome", description="what makes a run the better one in the outcome rule"
+    )
+    min_score_gap: float = Field(default=0.1, gt=0, description="least difference when ranking by score")
     efficiency_margin: float = Field(
         default=0.3, gt=0, lt=1, description="the shorter run saves at least this share of tokens"
     )

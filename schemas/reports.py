@@ -49,6 +49,9 @@ class PairReport(Frozen):
         default={}, description="candidate pairs refused, by the guard that refused them"
     )
     shared_prefix_tokens: dict[str, int] = Field(default={}, description="min, p50, p90, max")
+    shared_prefix_histogram: dict[str, int] = Field(
+        default={}, description="pairs by the length of their shared prefix: decides the branch plan"
+    )
     length_gap_tokens: dict[str, float] = Field(default={}, description="chosen minus rejected: mean and mean absolute")
     dropped: tuple[Dropped, ...] = ()
 
