@@ -1,0 +1,194 @@
+"""What both training stages share: Trainer settings, checkpoints that are whole or absent, stopping, the log."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from artifacts.store import payload_digest, write_atomically
+from engine.collectives import Group, compare_digests, tensor_digest
+from engine.loading import trainable_parameters
+from schemas.config import OptimizerConfig
+from schemas.errors import StageError
+from schemas.reports import TrainPoint
+
+COMPLETE_FILE = "complete"
+"""Beside a checkpoint's files: their digest, written last. A checkpoint without it is a torn one."""
+
+KEPT_CHECKPOINTS = 2
+
+
+@dataclass
+class Stop:
+    """A wish to stop (a signal sets it) and the ranks' agreement to do so at the same step."""
+
+    wanted: bool = False
+    agreed: bool = False
+
+
+@dataclass
+class Meter:
+    """Running totals, carried across a resume by the Trainer's own log."""
+
+    tokens_seen: int = 0
+    tokens_scored: int = 0
+    train_s: float = 0.0
+    step_tokens: int = 0
+    step_started_s: float = field(default_factory=time.monotonic)
+
+    def restore(self, log_history: Sequence[Mapping[str, Any]]) -> None:
+        last = next((entry for entry in reversed(log_history) if "tokens_seen" in entry), None)
+        if last is not None:
+            self.tokens_seen, self.tokens_scored = int(last["tokens_seen"]), int(last["tokens_scored"])
+            self.train_s = float(last["train_s"])
+        self.step_started_s = time.monotonic()
+
+    def count(self, n_tokens: int, n_scored: int) -> None:
+        self.tokens_seen += n_tokens
+        self.tokens_scored += n_scored
+        self.step_tokens += n_tokens
+
+    def lap(self) -> dict[str, float]:
+        """Totals and the speed since the last lap, as log entries."""
+        now = time.monotonic()
+        step_s, self.step_started_s = now - self.step_started_s, now
+        self.train_s += step_s
+        speed = self.step_tokens / step_s if step_s > 0 else 0.0
+        self.step_tokens = 0
+        return {
+            "tokens_per_s": speed,
+            "tokens_seen": self.tokens_seen,
+            "tokens_scored": self.tokens_scored,
+            "train_s": self.train_s,
+        }
+
+
+def trainer_settings(
+    out: Path, optimizer: OptimizerConfig, *, epochs: float, accumulation: int, seed: int, device: torch.device
+) -> dict[str, Any]:
+    """Keyword arguments of TrainingArguments. Saving is decided by `Checkpoints`, batches by our own loader."""
+    return {
+        "output_dir": str(out),
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": epochs,
+        "learning_rate": optimizer.learning_rate,
+        "lr_scheduler_type": optimizer.lr_scheduler,
+        "warmup_steps": optimizer.warmup_share,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "weight_decay": optimizer.weight_decay,
+        "optim": optimizer.optimizer,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "seed": seed,
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        "use_cpu": device.type == "cpu",
+        "gradient_checkpointing": device.type == "cuda",
+        "dataloader_pin_memory": device.type == "cuda",
+        "bf16": False,
+    }
+
+
+class Checkpoints(TrainerCallback):
+    """Saves every `save_steps` steps, at the end, and when asked to stop; only rank 0 writes.
+
+    Before a save the ranks compare their adapters, so a checkpoint never hides that they have drifted apart.
+    """
+
+    def __init__(self, group: Group, model: nn.Module, out: Path, save_steps: int, stop: Stop) -> None:
+        self.group, self.model, self.out, self.save_steps, self.stop = group, model, out, save_steps, stop
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        due = state.global_step % self.save_steps == 0 or state.global_step >= state.max_steps
+        if due or self.stop.agreed:
+            digests = {name: tensor_digest(p) for name, p in trainable_parameters(self.model).items()}
+            compare_digests(self.group, digests, f"in the adapter after step {state.global_step}")
+            control.should_save = self.group.rank == 0
+        if self.stop.agreed:
+            control.should_training_stop = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        checkpoint = self.out / f"checkpoint-{state.global_step}"
+        sha256, _ = payload_digest(checkpoint)
+        write_atomically(self.out / f"{checkpoint.name}.{COMPLETE_FILE}", sha256)
+        for old in _checkpoints(self.out)[:-KEPT_CHECKPOINTS]:
+            (self.out / f"{old.name}.{COMPLETE_FILE}").unlink(missing_ok=True)
+            shutil.rmtree(old)
+
+
+class StepPrinter(TrainerCallback):
+    """One line a logged step, for whoever reads the process's output."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        shown = ("loss", "margin", "accuracy", "grad_norm", "learning_rate", "tokens_per_s")
+        values = [f"{name} {logs[name]:.4g}" for name in shown if logs and name in logs]
+        if logs and "loss" in logs:
+            print(f"step {state.global_step}/{state.max_steps} {' '.join(values)}", flush=True)
+
+
+def _checkpoints(out: Path) -> list[Path]:
+    """Checkpoint folders, oldest first."""
+    return sorted(out.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+def latest_checkpoint(out: Path) -> Path | None:
+    """The newest checkpoint that was written to its end and still is what was written; None without one."""
+    for checkpoint in reversed(_checkpoints(out)):
+        mark = out / f"{checkpoint.name}.{COMPLETE_FILE}"
+        if mark.is_file() and mark.read_text() == payload_digest(checkpoint)[0]:
+            return checkpoint
+    return None
+
+
+def resumed_step(checkpoint: Path | None) -> int:
+    return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
+
+
+def check_gradients(parameters: Mapping[str, nn.Parameter], what: str) -> None:
+    """StageError naming the first parameter whose gradient is not finite, before anything is stepped or saved."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            raise StageError(f"the gradient of {name} is not finite; training stopped at {what}")
+
+
+def curve(log_history: Sequence[Mapping[str, Any]]) -> tuple[TrainPoint, ...]:
+    """The optimiser steps in the Trainer's log."""
+    names = TrainPoint.model_fields.keys()
+    return tuple(
+        TrainPoint(**{name: entry[name] for name in names if name in entry}) for entry in log_history if "loss" in entry
+    )
+
+
+def first_and_last_loss(points: Sequence[TrainPoint]) -> tuple[float, float]:
+    """Mean loss of the first and of the last quarter of the steps (at least one step each)."""
+    quarter = math.ceil(len(points) / 4)
+    losses = [point.loss for point in points]
+    return sum(losses[:quarter]) / quarter, sum(losses[-quarter:]) / quarter
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of this process: allocated on the GPU, or resident in host memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,220 @@
+"""Supervised fine-tuning on scored spans, through TRL's SFTTrainer.
+
+The library gives the loop, schedules, checkpoints and resume. What differs from it: rows are pre-tokenised branches in
+length-bucketed batches, and the loss is the weighted mean over the scored tokens of the whole accumulation window,
+
+    L = - sum_p w_p logp_p / sum_p w_p        (nats per scored token; p over all micro-batches of the window)
+
+so splitting a batch into micro-batches changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from peft import PeftModel
+from torch import Tensor
+from transformers import PrinterCallback
+from trl.trainer.sft_config import SFTConfig as TrlSftConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from engine.collectives import Group
+from engine.data import Batch, BranchTable, EpochLoader, ShuffledBatches, collate, length_bucketed, padding_share
+from engine.loading import load_base, load_tokenizer, new_adapter, save_adapter, trainable_parameters
+from engine.scores import Scorer, token_logprobs
+from engine.session import (
+    Checkpoints,
+    Meter,
+    StepPrinter,
+    Stop,
+    check_gradients,
+    curve,
+    first_and_last_loss,
+    latest_checkpoint,
+    peak_memory_bytes,
+    resumed_step,
+    trainer_settings,
+)
+from schemas.config import SftConfig
+from schemas.errors import StageError, UserError
+from schemas.reports import TrainReport
+from schemas.spec import TrainSpec
+
+
+class SpanSftTrainer(SFTTrainer):
+    """SFTTrainer whose loss reads only scored positions and never builds [tokens, vocabulary]."""
+
+    def __init__(
+        self,
+        *,
+        model: PeftModel,
+        branches: BranchTable,
+        batches: ShuffledBatches,
+        scorer: Scorer,
+        stop: Stop,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model=model, **kwargs)
+        self.n_parameters = model.num_parameters()
+        self.branches, self.batches, self.scorer, self.stop = branches, batches, scorer, stop
+        self.meter = Meter()
+        self.model_accepts_loss_kwargs = True  # compute_loss divides by the window's weight itself
+        self.parameters = trainable_parameters(model)
+        for parameter in self.parameters.values():
+            # TRL casts LoRA to bfloat16 on a quantised base: steps below its precision would be lost
+            if parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.float()
+
+    def get_train_dataloader(self) -> EpochLoader:
+        return EpochLoader(self.train_dataset, self.batches, self._collate)  # type: ignore[arg-type]
+
+    def _collate(self, rows: list[dict[str, str]]) -> dict[str, Any]:
+        names = [row["branch_id"] for row in rows]
+        return {**collate([self.branches[name] for name in names])._asdict(), "branch_ids": names}
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor]:
+        """The micro-batches of one window and the sum of their weights: what the window's loss is divided by."""
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return samples, torch.stack([sample["weights_P"].sum() for sample in samples]).sum().to(device)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        batch = Batch(*(inputs[name] for name in Batch._fields))
+        logp_P = self.scorer(model, *batch[:4])
+        self.meter.count(int(batch.attention_mask_BT.sum()), len(batch.positions_P))
+        return -(batch.weights_P.to(logp_P) * logp_P).sum() / num_items_in_batch
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        names = inputs["branch_ids"]
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not torch.isfinite(loss):
+            raise StageError(f"the loss is {loss.item()} on branches {', '.join(names)}; training stopped")
+        if self.accelerator.sync_gradients:
+            check_gradients(self.parameters, f"branches {', '.join(names)}")
+            self.stop.agreed = self.stop.wanted
+        return loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Matrix products of forward and of backward through frozen weights; attention is not counted."""
+        return 4 * self.n_parameters * int(inputs["attention_mask_BT"].sum())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs | self.meter.lap() if "loss" in logs else logs, start_time)
+
+
+def chosen_rows(branches: BranchTable, *, only_resolved: bool) -> list[str]:
+    """Ids of the training branches: the train split, and only resolved runs when asked.
+
+    Raises:
+        UserError: none is left; says how many there were and why they do not count.
+    """
+    columns = (branches.column(name) for name in ("branch_id", "split", "outcome"))
+    rows = [(name, outcome) for name, split, outcome in zip(*columns, strict=True) if split == "train"]
+    kept = [name for name, outcome in rows if outcome == "resolved" or not only_resolved]
+    if kept:
+        return kept
+    if rows:
+        raise UserError(
+            f"none of the {len(rows)} training branches is of a resolved run",
+            where="sft",
+            fix="add resolved runs, or set sft.only_resolved = false",
+        )
+    raise UserError("no branch is in the train split", where="sft", fix="lower split.heldout_share or add tasks")
+
+
+def train(
+    spec: TrainSpec, config: SftConfig, group: Group, out: Path, stop: Stop, scorer: Scorer = token_logprobs
+) -> TrainReport:
+    """Trains a fresh adapter into `out/adapter`, resuming from the newest whole checkpoint in `out`.
+
+    Raises:
+        UserError: nothing to train on, or a model that cannot be loaded.
+        StageError: the loss or a gradient is not finite, or a signal asked to stop (after a checkpoint was saved).
+    """
+    branches = BranchTable(spec.branches)
+    names = chosen_rows(branches, only_resolved=config.only_resolved)
+    lengths_of = dict(zip(branches.column("branch_id"), branches.column("n_tokens"), strict=True))
+    n_tokens = [lengths_of[name] for name in names]
+    batches = length_bucketed(n_tokens, config.tokens_per_micro_batch)
+    base = load_base(spec.model, spec.base, group.device, max(n_tokens))
+    if spec.lora is None:
+        raise StageError("the spec of an sft run has no lora section")
+    model = new_adapter(base, spec.lora, config.seed)
+    settings = trainer_settings(
+        out,
+        config.optimizer,
+        epochs=config.epochs,
+        accumulation=config.accumulation,
+        seed=config.seed,
+        device=group.device,
+    )
+    trainer = SpanSftTrainer(
+        branches=branches,
+        batches=ShuffledBatches(batches, config.seed),
+        scorer=scorer,
+        stop=stop,
+        model=model,
+        args=TrlSftConfig(**settings, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}),
+        train_dataset=Dataset.from_dict({"branch_id": names}),
+        processing_class=load_tokenizer(spec.model),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Checkpoints(group, model, out, config.save_steps, stop))
+    trainer.add_callback(StepPrinter())
+    checkpoint = latest_checkpoint(out)
+    if checkpoint is not None:
+        trainer.meter.restore(
+            transformers.TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history
+        )
+    steps_per_epoch = math.ceil(len(batches) / config.accumulation)
+    print(
+        f"sft: {len(names)} branches, {sum(n_tokens)} tokens, {len(batches)} micro-batches, "
+        f"{steps_per_epoch} steps an epoch, padding {padding_share(n_tokens, batches):.1%}",
+        flush=True,
+    )
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if stop.agreed:
+        raise StageError(f"stopped on request after step {trainer.state.global_step}; a checkpoint was saved")
+    save_adapter(model, out / "adapter", base_name=spec.base.name, model_sha256=spec.model.sha256, stage="sft")
+    points = curve(trainer.state.log_history)
+    first_loss, last_loss = first_and_last_loss(points)
+    return TrainReport(
+        stage="sft",
+        n_examples=len(names),
+        n_steps=trainer.state.global_step,
+        n_tokens_seen=trainer.meter.tokens_seen,
+        n_tokens_scored=trainer.meter.tokens_scored,
+        padding_share=padding_share(n_tokens, batches),
+        first_loss=first_loss,
+        last_loss=last_loss,
+        wall_s=trainer.meter.train_s,
+        world_size=group.world_size,
+        backend=group.backend,
+        plan="single",
+        peak_memory_bytes=peak_memory_bytes(group.device),
+        resumed_from_step=resumed_step(checkpoint),
+        settings={
+            "device": str(group.device),
+            "dtype": spec.base.dtype,
+            "attention": str(base.config._attn_implementation),
+            "optimizer": config.optimizer.optimizer,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl": trl.__version__,
+        },
+        curve=points,
+    )

@@ -1,0 +1,155 @@
+"""The process of one training stage: reads a spec, does the work, writes report.json beside it.
+
+    python -m engine.train spec.json                                                           one process
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m engine.train spec.json  one branch a rank
+
+Exit status 0 means `report.json` is there. Otherwise `error-rank<r>.json` holds that rank's own error. SIGTERM saves a
+checkpoint at the next step and ends; the next start with the same spec goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from artifacts.store import write_atomically
+from schemas.errors import UserError
+from schemas.spec import TrainSpec
+
+if TYPE_CHECKING:
+    from engine.collectives import Launch
+    from engine.session import Stop
+    from schemas.reports import EvalReport, TrainReport
+
+
+LOCK_WAIT_S = 60.0
+
+
+class ErrorRecord:
+    """Context that leaves an error on disk before it goes on, so that the launcher shows it and not its echo."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> ErrorRecord:
+        self.path.unlink(missing_ok=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or error is None:
+            return
+        record = {
+            "time": time.time(),
+            "type": kind.__name__,
+            "message": str(error),
+            "user_error": [error.what, error.where, error.fix] if isinstance(error, UserError) else None,
+            "traceback": "".join(traceback.format_exception(kind, error, trace)),
+        }
+        write_atomically(self.path, json.dumps(record))
+
+
+def _stop_on_signal(stop: Stop) -> None:
+    def wish(signum: int, frame: object) -> None:
+        print("asked to stop: saving at the end of this step", flush=True)
+        stop.wanted = True
+
+    signal.signal(signal.SIGTERM, wish)
+
+
+def _stop_with_parent(stop: Stop) -> None:
+    """Stops when standard input closes: its other end is held by the launcher, so it closes when that dies."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        stop.wanted = True
+
+    threading.Thread(target=wait, name="stop-with-parent", daemon=True).start()
+
+
+def _lock(out: Path) -> int:
+    """Holds the working folder for this process; one that is still saving after its launcher died is waited for.
+
+    Raises:
+        UserError: another process trains in this folder.
+    """
+    descriptor = os.open(out / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise UserError("another process is training this very run", where=out, fix="wait for it") from error
+            time.sleep(0.5)
+
+
+def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport | EvalReport:
+    import transformers
+
+    from engine import evaluate, preference, sft
+    from engine.collectives import close_group, open_group
+    from engine.loading import pick_device
+
+    transformers.logging.set_verbosity_error()  # it warns that ranks exist which its Trainer is not told of
+    transformers.logging.disable_progress_bar()
+    lock = _lock(out) if launch.rank == 0 else None
+    group = open_group(launch, pick_device())
+    if spec.stage == "sft" and spec.sft is not None:
+        report = sft.train(spec, spec.sft, group, out, stop)
+    elif spec.stage == "simpo" and spec.simpo is not None:
+        report = preference.train(spec, spec.simpo, group, out, stop)
+    elif spec.stage == "evaluate" and spec.evaluate is not None:
+        report = evaluate.evaluate(spec, spec.evaluate, group)
+    else:
+        raise UserError(f"the spec has no section for its stage {spec.stage!r}", where="spec.json")
+    close_group(group)
+    if lock is not None:
+        os.close(lock)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", type=Path, help="a TrainSpec as JSON; results are written to its folder")
+    parser.add_argument("--stop-with-parent", action="store_true", help="stop when standard input closes")
+    options = parser.parse_args()
+    out = options.spec.resolve().parent
+
+    # one device per worker, decided before CUDA starts: a Trainer that sees several would use DataParallel
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is not None and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = listed.split(",")[int(local_rank)] if listed else local_rank
+    with ErrorRecord(out / f"error-rank{os.environ.get('RANK', '0')}.json"):
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns of a CPU kernel it lacks
+        from engine.collectives import take_launch
+        from engine.session import Stop
+
+        launch = take_launch()
+        stop = Stop()
+        _stop_on_signal(stop)
+        if options.stop_with_parent:
+            _stop_with_parent(stop)
+        spec = TrainSpec.model_validate_json(options.spec.read_text())
+        report = _run(spec, launch, out, stop)
+        if launch.rank == 0:
+            write_atomically(out / "report.json", report.model_dump_json(indent=2))
+
+
+if __name__ == "__main__":
+    main()

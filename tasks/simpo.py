@@ -1,0 +1,54 @@
+"""Stage simpo: pairs and the SFT adapter to a preference-tuned adapter, one branch a process."""
+
+from collections.abc import Callable
+from typing import Final
+
+from artifacts.store import Store
+from schemas.config import ModelConfig, SimpoConfig
+from schemas.errors import UserError
+from schemas.refs import Ref
+from schemas.reports import Paired, Trained, TrainReport
+from schemas.spec import TrainSpec
+from tasks.launch import discard, run_spec
+
+STAGE_VERSION: Final = 1
+
+
+def simpo(
+    pairs: Paired,
+    branches: Ref,
+    model: Ref,
+    adapter: Ref,
+    config: SimpoConfig,
+    model_config: ModelConfig,
+    store: Store,
+    *,
+    log: Callable[[str], None] | None = None,
+) -> Trained:
+    """Trains on the pairs of the train split, from `adapter` on, by the plan of the config.
+
+    Raises:
+        UserError: no pair to train on, or an adapter of another model.
+        StageError: training failed or a rank died; the text is the failing rank's own error.
+    """
+    if not pairs.report.by_split.get("train", 0):
+        reasons = ", ".join(f"{name} {count}" for name, count in sorted(pairs.report.rejected_by_reason.items()))
+        raise UserError(
+            "there is no pair to train on",
+            where="simpo",
+            fix=f"candidate pairs refused: {reasons}" if reasons else "no task has both a resolved and a failed run",
+        )
+    tables = (branches,) if pairs.derived_branches is None else (branches, pairs.derived_branches)
+    spec = TrainSpec(
+        stage="simpo",
+        branches=tables,
+        pairs=pairs.pairs,
+        model=model,
+        base=model_config,
+        adapters={"start": adapter},
+        simpo=config,
+    )
+    report, out = run_spec(spec, store, n_processes=2 if config.plan == "parallel" else 1, log=log)
+    trained = Trained(adapter=store.add(out / "adapter", "adapter"), report=TrainReport.model_validate_json(report))
+    discard(out)
+    return trained

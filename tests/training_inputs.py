@@ -1,0 +1,134 @@
+"""Small training inputs made by tests: a model folder, branches and pairs on made-up tasks with something to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from artifacts.store import payload_digest
+from artifacts.tables import write_table
+from schemas.refs import Kind, Ref
+from schemas.reports import Paired, PairReport
+from schemas.tables import BRANCHES, PAIRS, SPAN_KINDS
+
+VOCABULARY = 64
+ACTION, OBSERVATION, PROMPT, TURN_END = (SPAN_KINDS.index(n) for n in ("action", "observation", "prompt", "turn_end"))
+
+
+def ref_of(path: Path, kind: Kind, n_rows: int | None = None) -> Ref:
+    sha256, n_bytes = payload_digest(path)
+    return Ref(kind=kind, path=str(path), sha256=sha256, n_bytes=n_bytes, n_rows=n_rows)
+
+
+def make_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> Ref:
+    """A random 2-layer Qwen3 with a word-level tokenizer, as a model folder."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = {"<pad>": 0, "<end>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return ref_of(folder, "model")
+
+
+def branch_row(
+    branch_id: str, task: str, outcome: str, n_turns: int, seed: int, *, split: str = "train", weight: float = 1.0
+) -> dict[str, Any]:
+    """A run of turns (observation, action, turn end). Good actions count up from 10, bad ones down from 60."""
+    draw = np.random.default_rng(seed)
+    tokens: list[int] = draw.integers(3, VOCABULARY, 5).tolist()
+    spans = [{"start": 0, "end": 5, "kind": PROMPT, "message": 0, "weight": 0.0}]
+    for turn in range(n_turns):
+        for kind, length in (
+            (OBSERVATION, int(draw.integers(3, 12))),
+            (ACTION, int(draw.integers(2, 6))),
+            (TURN_END, 1),
+        ):
+            start = len(tokens)
+            if kind == ACTION:
+                run = range(10, 10 + length) if outcome == "resolved" else range(60, 60 - length, -1)
+                tokens += list(run)
+            elif kind == TURN_END:
+                tokens.append(1)
+            else:
+                tokens += draw.integers(3, VOCABULARY, length).tolist()
+            scored = 0.0 if kind == OBSERVATION else weight
+            spans.append({"start": start, "end": len(tokens), "kind": kind, "message": turn + 1, "weight": scored})
+    return {
+        "branch_id": branch_id,
+        "trajectory_id": branch_id,
+        "task_id": task,
+        "split": split,
+        "outcome": outcome,
+        "score": 1.0 if outcome == "resolved" else 0.0,
+        "token_ids": tokens,
+        "spans": spans,
+        "n_tokens": len(tokens),
+        "n_scored": sum(span["end"] - span["start"] for span in spans if span["weight"] > 0),
+        "has_reasoning": False,
+        "opening_sha256": "0" * 64,
+    }
+
+
+def pair_row(pair_id: str, chosen: dict[str, Any], rejected: dict[str, Any], weight: float = 1.0) -> dict[str, Any]:
+    return {
+        "pair_id": pair_id,
+        "rule": "outcome",
+        "task_id": chosen["task_id"],
+        "split": chosen["split"],
+        "chosen_branch_id": chosen["branch_id"],
+        "rejected_branch_id": rejected["branch_id"],
+        "n_shared_prefix": 0,
+        "chosen_n_tokens": chosen["n_tokens"],
+        "rejected_n_tokens": rejected["n_tokens"],
+        "chosen_n_scored": chosen["n_scored"],
+        "rejected_n_scored": rejected["n_scored"],
+        "weight": weight,
+    }
+
+
+def make_tables(
+    folder: Path, n_pairs: int = 8, n_heldout: int = 4, weights: Sequence[float] = (1.0,)
+) -> tuple[Ref, Paired]:
+    """branches.arrow and pairs.arrow: one pair a task, of very different lengths (1 to 24 turns)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, pairs = [], []
+    for task in range(n_pairs + n_heldout):
+        split = "train" if task < n_pairs else "heldout"
+        turns = 1 + (task * 7) % 24, 1 + (task * 11 + 5) % 24
+        good = branch_row(f"good-{task}", f"task-{task}", "resolved", turns[0], 2 * task, split=split)
+        bad = branch_row(f"bad-{task}", f"task-{task}", "failed", turns[1], 2 * task + 1, split=split)
+        rows += [good, bad]
+        pairs.append(pair_row(f"pair-{task}", good, bad, weights[task % len(weights)]))
+    write_table(folder / "branches.arrow", BRANCHES, rows)
+    write_table(folder / "pairs.arrow", PAIRS, pairs)
+    report = PairReport(
+        n_pairs=len(pairs),
+        by_rule={"outcome": len(pairs)},
+        by_split={"train": n_pairs, "heldout": n_heldout},
+        n_tasks_with_pairs=len(pairs),
+    )
+    paired = Paired(pairs=ref_of(folder / "pairs.arrow", "pairs", len(pairs)), report=report)
+    return ref_of(folder / "branches.arrow", "branches", len(rows)), paired
