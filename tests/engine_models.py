@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -34,7 +36,7 @@ def tiny_model(
     rank: int = 3,
     seed: int = 0,
     **overrides: object,
-) -> nn.Module:
+) -> Any:
     """peft model on `tiny_config`, all weights random (norms and biases too), lora_alpha = 2 * rank."""
     torch.manual_seed(seed)
     config = tiny_config(architecture, **overrides)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_models import ARCHITECTURES, lora_gradients, relative_error, tiny_model
 
 from engine import reference
 from engine.scores import branch_scores, token_logprobs
-from tests.engine_models import ARCHITECTURES, lora_gradients, relative_error, tiny_model
 
 
 def _batch(n_rows: int = 2, n_tokens: int = 23) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,168 @@
+"""What is kept for backward, where, and in which sizes a walk works: the words shared by the ledger and the engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Place = Literal["device", "host", "recompute"]
+PolicyName = Literal["none", "mlp", "mlp_attention", "layer", "attention_offload", "layer_offload", "auto"]
+
+
+class LayerPlan(BaseModel):
+    """Where each activation of one layer is between forward and backward ("recompute": nowhere)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input: Place = "recompute"
+    mid: Place = "recompute"  # the residual stream between attention and MLP
+    qkv: Place = "recompute"  # raw projections, before per-head norm and RoPE
+    attention: Place = "recompute"  # attention output and log-sum-exp
+    gate_up: Place = "recompute"  # the MLP's two wide projections
+
+
+FIELDS = ("input", "attention", "mid", "qkv", "gate_up")
+
+POLICIES: dict[str, LayerPlan] = {
+    "none": LayerPlan(input="device", mid="device", qkv="device", attention="device", gate_up="device"),
+    "mlp": LayerPlan(input="device", mid="device", qkv="device", attention="device"),
+    "mlp_attention": LayerPlan(input="device", attention="device"),
+    "layer": LayerPlan(input="device"),
+    "attention_offload": LayerPlan(input="host", attention="host"),
+    "layer_offload": LayerPlan(input="host"),
+}
+
+
+class MemoryPlan(BaseModel):
+    """One layer plan per decoder layer, and the sizes of tiles and head groups.
+
+    A layer whose input is dropped is restored from the nearest kept one before it; on that way attention outputs must
+    be kept, so that no attention is computed more than twice.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: PolicyName
+    layers: tuple[LayerPlan, ...] = Field(min_length=1)
+    tile_tokens: int = Field(ge=1)
+    head_groups: int = Field(ge=1, description="groups of key-value heads, attention runs on one group at a time")
+
+    @model_validator(mode="after")
+    def _restorable(self) -> MemoryPlan:
+        if self.layers[0].input == "recompute":
+            raise ValueError("the first layer must keep its input: every restoration starts there")
+        for index in range(1, len(self.layers)):
+            if self.layers[index].input == "recompute" and self.layers[index - 1].attention == "recompute":
+                raise ValueError(f"layer {index} keeps no input, so layer {index - 1} must keep its attention output")
+        return self
+
+    @property
+    def scratch_inputs(self) -> int:
+        """Longest run of dropped layer inputs: restored together, into this many scratch slots."""
+        longest = run = 0
+        for layer in self.layers[1:]:
+            run = run + 1 if layer.input == "recompute" else 0
+            longest = max(longest, run)
+        return longest
+
+    @property
+    def scratch_attention(self) -> bool:
+        """Whether some layer computes its attention again and needs a slot for the output."""
+        return any(layer.attention == "recompute" for layer in self.layers)
+
+
+def uniform_plan(policy: PolicyName, n_layers: int, *, tile_tokens: int, head_groups: int) -> MemoryPlan:
+    """The named policy on every layer ("auto" is made by `engine.memory.choose_plan`)."""
+    layers = (POLICIES[policy],) * n_layers
+    return MemoryPlan(policy=policy, layers=layers, tile_tokens=tile_tokens, head_groups=head_groups)
+
+
+class Dimensions(BaseModel):
+    """Sizes of one decoder with its adapters, as the walk lays it out. Counts of features unless said otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    n_layers: int
+    hidden_size: int
+    mlp_size: int
+    vocab_size: int
+    n_query_heads: int
+    n_key_heads: int
+    head_size: int
+    itemsize: int  # bytes of one activation
+    extra_qkv: int  # LoRA (and bias) columns beside q|k|v, padded
+    extra_out: int
+    extra_gate_up: int
+    extra_down: int
+
+    @property
+    def query_size(self) -> int:
+        return self.n_query_heads * self.head_size
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.n_query_heads + 2 * self.n_key_heads) * self.head_size
+
+    @property
+    def sum_itemsize(self) -> int:
+        return max(self.itemsize, 4)
+
+
+class KeptShape(BaseModel):
+    """One tensor kept between forward and backward. `layer` is -1 for scratch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layer: int
+    field: str  # a LayerPlan field, or "lse"
+    place: Place
+    n_rows: int
+    width: int
+    itemsize: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_rows * self.width * self.itemsize
+
+
+def _attention_shapes(sizes: Dimensions, n_groups: int, n_tokens: int, layer: int, place: Place) -> list[KeptShape]:
+    heads = sizes.n_query_heads // n_groups
+    output = KeptShape(
+        layer=layer, field="attention", place=place, n_rows=n_tokens, width=heads * sizes.head_size,
+        itemsize=sizes.itemsize,
+    )  # fmt: skip
+    lse = KeptShape(layer=layer, field="lse", place=place, n_rows=heads, width=n_tokens, itemsize=sizes.sum_itemsize)
+    return [output] * n_groups + [lse] * n_groups
+
+
+def kept_shapes(sizes: Dimensions, plan: MemoryPlan, n_tokens: int) -> list[KeptShape]:
+    """Every tensor the plan keeps for a branch of n_tokens, scratch last. Engine and ledger both read this list."""
+    widths = {
+        "input": sizes.hidden_size,
+        "mid": sizes.hidden_size,
+        "qkv": sizes.qkv_size + sizes.extra_qkv,
+        "gate_up": 2 * sizes.mlp_size + sizes.extra_gate_up,
+    }
+    shapes: list[KeptShape] = []
+    for index, layer in enumerate(plan.layers):
+        for field, width in widths.items():
+            place: Place = getattr(layer, field)
+            if place != "recompute":
+                shapes.append(
+                    KeptShape(
+                        layer=index, field=field, place=place, n_rows=n_tokens, width=width, itemsize=sizes.itemsize
+                    )
+                )
+        if layer.attention != "recompute":
+            shapes += _attention_shapes(sizes, plan.head_groups, n_tokens, index, layer.attention)
+    scratch_place = plan.layers[0].input
+    shapes += [
+        KeptShape(
+            layer=-1, field="input", place=scratch_place, n_rows=n_tokens, width=sizes.hidden_size,
+            itemsize=sizes.itemsize,
+        )
+    ] * plan.scratch_inputs  # fmt: skip
+    if plan.scratch_attention:
+        shapes += _attention_shapes(sizes, plan.head_groups, n_tokens, -1, scratch_place)
+    return shapes
