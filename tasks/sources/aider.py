@@ -19,6 +19,7 @@ _EDIT = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _MODEL = re.compile(r"^> (?:Main model|Model): (\S+)", re.MULTILINE)
+_CLEARING = ("/clear", "/reset")
 _COST = ("> Tokens: ", "Cost: $", "> Cost: $")
 
 
@@ -58,19 +59,24 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     yield current[0], "\n".join(current[1]).strip("\n")
 
 
-def _messages(text: str) -> list[Message]:
-    messages = []
+def _messages(text: str) -> list[list[Message]]:
+    """The conversations of one session: `/clear` and `/reset` empty the model's context, so a new one begins."""
+    conversations: list[list[Message]] = [[]]
     for speaker, block in _blocks(text):
         if not block:
             continue
+        messages = conversations[-1]
         if speaker == "assistant":
             marked = spans(block, _EDIT)
             messages.append(Message(role="assistant", author="policy", content=block, action_spans=marked))
             continue
+        if speaker == "user" and block.split("\n", 1)[0] in _CLEARING:
+            conversations.append([])
+            messages = conversations[-1]
         started = any(message.role == "assistant" for message in messages)
         author: Author = "human" if speaker == "user" else "environment" if started else "harness"
         messages.append(Message(role="user", author=author, content=block))
-    return messages
+    return [messages for messages in conversations if any(message.role == "assistant" for message in messages)]
 
 
 def read(document: Document) -> list[Trajectory]:
@@ -81,13 +87,12 @@ def read(document: Document) -> list[Trajectory]:
     for start, end in zip(starts, [*starts[1:], len(document.value)], strict=True):
         session = document.value[start:end]
         heading, _, body = session.partition("\n")
-        messages = _messages(body)
-        if any(message.role == "assistant" for message in messages):
-            model = _MODEL.search(session)
-            opened = heading.removeprefix("# aider chat started at ").strip()
-            runs.append(
-                build(document, NAME, messages, run_id=opened, agent=NAME, model=model.group(1) if model else None)
-            )
+        found = _MODEL.search(session)
+        model = found.group(1) if found else None
+        opened = heading.removeprefix("# aider chat started at ").strip()
+        runs += [
+            build(document, NAME, messages, run_id=opened, agent=NAME, model=model) for messages in _messages(body)
+        ]
     if not runs:
         raise SourceError("aider: no session with an answer in the file")
     return runs

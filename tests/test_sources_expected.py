@@ -1,0 +1,123 @@
+"""Every shared file against a committed table of values that were found by reading the files."""
+
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from schemas.trajectory import Trajectory
+from tasks.sources import ADAPTERS, SourceError, find_adapter, read_document
+from tasks.sources.side_files import SideIndex, read_side_file
+
+TABLE = tomllib.loads(Path(__file__).with_name("expected_ingest.toml").read_text("utf-8"))
+RUN_FILES = sorted(set(TABLE) - {"no_run", "side_files"})
+
+
+def read_all(shared: Path) -> dict[str, list[Trajectory]]:
+    runs, facts = {}, []
+    for path in sorted(shared.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(shared).as_posix()
+            document = read_document(path.read_bytes(), name)
+            found = read_side_file(document)
+            if found is not None:
+                facts += found
+            elif name not in TABLE["no_run"]:
+                runs[name] = find_adapter(document).read_document(document)
+    index = SideIndex(facts)
+    return {name: [index.join(run) for run in found] for name, found in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(shared_dir: Path) -> dict[str, list[Trajectory]]:
+    return read_all(shared_dir)
+
+
+def test_the_table_names_every_shared_file(shared_dir: Path) -> None:
+    found = {path.relative_to(shared_dir).as_posix() for path in shared_dir.rglob("*") if path.is_file()}
+    assert found == set(RUN_FILES) | set(TABLE["no_run"]) | set(TABLE["side_files"])
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_runs_are_as_read_by_hand(runs: dict[str, list[Trajectory]], name: str) -> None:
+    expected = TABLE[name]["runs"]
+    assert len(runs[name]) == len(expected)
+    for run, row in zip(runs[name], expected, strict=True):
+        turns = [message for message in run.messages if message.role == "assistant"]
+        found = {
+            "turns": len(turns),
+            "calls": sum(len(turn.tool_calls) + len(turn.action_spans) for turn in turns),
+            "observations": sum(message.author == "environment" for message in run.messages),
+            "scored": run.n_turns,
+            "outcome": run.outcome.status,
+        }
+        assert found == {key: row[key] for key in found}
+        task = row["task"]
+        assert run.task_id.startswith(task) if task.endswith("-") else run.task_id == task
+
+
+@pytest.mark.parametrize("name", sorted(TABLE["side_files"]))
+def test_side_files_are_recognised(shared_dir: Path, name: str) -> None:
+    facts = read_side_file(read_document((shared_dir / name).read_bytes(), name))
+    assert facts is not None
+    assert len(facts) == TABLE["side_files"][name]
+
+
+def test_what_holds_no_run_says_why(shared_dir: Path) -> None:
+    for name, reason in TABLE["no_run"].items():
+        document = read_document((shared_dir / name).read_bytes(), name)
+        with pytest.raises(SourceError, match=reason):
+            find_adapter(document)
+
+
+def test_one_specific_adapter_knows_each_file(shared_dir: Path) -> None:
+    """Detection is by content and not by luck of the order: besides the general chat shape, one adapter matches."""
+    for name in RUN_FILES:
+        document = read_document((shared_dir / name).read_bytes(), "renamed.bin")
+        matching = [adapter.name for adapter in ADAPTERS if adapter.detect(document) and adapter.name != "openai-chat"]
+        assert len(matching) == 1, (name, matching)
+
+
+# Results that answer no call in their file, each for a reason that lies in the file.
+UNPAIRED_RESULTS = {
+    "inspect/log_tool_call_error.json": 11,  # the sample holds tool messages only
+    "openhands/sdk_events.jsonl": 1,  # the ActionEvent of the second observation is not in the cut file
+}
+
+
+def test_unpaired_results_and_repeated_turns(runs: dict[str, list[Trajectory]]) -> None:
+    unpaired: Counter[str] = Counter()
+    for name, found in runs.items():
+        for run in found:
+            calls = {call.call_id for message in run.messages for call in message.tool_calls}
+            unpaired[name] += sum(
+                message.role == "tool" and message.tool_call_id is not None and message.tool_call_id not in calls
+                for message in run.messages
+            )
+            # ids alone repeat in a real file (a model gave two calls one id), whole calls must not
+            made = [call for message in run.messages for call in message.tool_calls if call.call_id]
+            assert len(made) == len(set(made)), name
+    assert {name: n for name, n in unpaired.items() if n} == UNPAIRED_RESULTS
+
+
+def test_groups_with_both_outcomes(runs: dict[str, list[Trajectory]]) -> None:
+    by_task: dict[str, set[str]] = {}
+    for found in runs.values():
+        for run in found:
+            by_task.setdefault(run.task_id, set()).add(run.outcome.status)
+    both = {task for task, outcomes in by_task.items() if {"resolved", "failed"} <= outcomes}
+    named = {task for task in both if not task.startswith("prompt-")}
+    tau = {f"tau-bench/airline/{number}" for number in (21, 37, 43, 44)}
+    assert named == tau | {"pylint-dev__astroid-1196", "pylint-dev__astroid-1866", "sqlfluff__sqlfluff-1733"}
+    assert len(both - named) == 1  # verifiers, first prompt
+
+
+def test_one_task_across_formats(runs: dict[str, list[Trajectory]]) -> None:
+    """The same task in four SWE-agent parsers, and the same run as a data-set row and as ADP."""
+    marshmallow = [name for name in RUN_FILES if "marshmallow-1867" in name]
+    assert len(marshmallow) == 4
+    assert len({runs[name][0].task_id for name in marshmallow}) == 1
+    raw = runs["swe-smith-sft/adp_raw_arrow-py__arrow.1d70d009.lm_rewrite__nuzjfyur.json"][0]
+    standard = runs["adp/swe-smith_std_0.json"][0]
+    assert (raw.task_id, raw.repo) == (standard.task_id, standard.repo) == (raw.task_id, "arrow-py/arrow")
