@@ -19,7 +19,9 @@ _LONG_OUTPUT_WARNING = """\
 The output of your last command was too long.
 Please try a different command that produces less output.
 If you're looking at a file you can try use head, tail or sed to view a smaller number of lines selectively.
-If you're using grep or find and it produced too much output, you can use a more selective search pattern."""
+If you're using grep or find and it produced too much output, you can use a more selective search pattern.
+If you really need to see something from the full command's output, you can redirect output to a file \
+and then search in that file."""
 
 SYSTEM_TEMPLATE = "You are a helpful assistant that can interact with a computer shell to solve programming tasks."
 INSTANCE_TEMPLATE = """\
