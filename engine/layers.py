@@ -144,8 +144,7 @@ class _BranchWalk:
             walk.load(self.decoder.layers[index])
             recompute_attention = not kept.attention
             if recompute_attention:
-                kept.attention, kept.lse = self.scratch.attention, self.scratch.lse
-                walk.restore_attention(source, kept)
+                self._restore_attention(walk, source, kept)
             reader = readers.pop(index, None) or walk.mlp_reader(source, kept)
 
             def prefetch(below: int = index - 1) -> None:
@@ -154,8 +153,11 @@ class _BranchWalk:
                     readers[below] = walk.mlp_reader(available, self.kept[below])
 
             grads |= walk.backward(grad_TX, source, kept, reader, qkv_filled=recompute_attention, prefetch=prefetch)
+            if self.plan.layers[index].attention == "recompute":
+                self.scratch.attention += kept.attention
+                self.scratch.lse += kept.lse
             self.kept[index], inputs[index] = LayerActivations(), None
-        self.kept, self.scratch_inputs = [], []
+        self.kept, self.scratch, self.scratch_inputs = [], LayerActivations(), []
         self.release()
         return grads
 
@@ -166,8 +168,17 @@ class _BranchWalk:
             walk.load(self.decoder.layers[layer])
             source, output = inputs[layer], self.scratch_inputs[layer - start]
             assert source is not None
+            if not self.kept[layer].attention:
+                self._restore_attention(walk, source, self.kept[layer])
             walk.restore_output(source, self.kept[layer], output)
             inputs[layer + 1] = output
+
+    def _restore_attention(self, walk: LayerWalk, source: Kept, kept: LayerActivations) -> None:
+        """Compute a layer's attention again, into a free scratch slot."""
+        n_groups = self.plan.head_groups
+        kept.attention, self.scratch.attention = self.scratch.attention[:n_groups], self.scratch.attention[n_groups:]
+        kept.lse, self.scratch.lse = self.scratch.lse[:n_groups], self.scratch.lse[n_groups:]
+        walk.restore_attention(source, kept)
 
     def release(self) -> None:
         """Let the next branch use the host buffer."""

@@ -37,8 +37,8 @@ POLICIES: dict[str, LayerPlan] = {
 class MemoryPlan(BaseModel):
     """One layer plan per decoder layer, and the sizes of tiles and head groups.
 
-    A layer whose input is dropped is restored from the nearest kept one before it; on that way attention outputs must
-    be kept, so that no attention is computed more than twice.
+    A layer whose input is dropped is restored from the nearest kept one before it, through scratch slots. Attention
+    outputs computed again on that way wait in scratch for their layer, so no attention is computed more than twice.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,9 +52,6 @@ class MemoryPlan(BaseModel):
     def _restorable(self) -> MemoryPlan:
         if self.layers[0].input == "recompute":
             raise ValueError("the first layer must keep its input: every restoration starts there")
-        for index in range(1, len(self.layers)):
-            if self.layers[index].input == "recompute" and self.layers[index - 1].attention == "recompute":
-                raise ValueError(f"layer {index} keeps no input, so layer {index - 1} must keep its attention output")
         return self
 
     @property
@@ -67,9 +64,13 @@ class MemoryPlan(BaseModel):
         return longest
 
     @property
-    def scratch_attention(self) -> bool:
-        """Whether some layer computes its attention again and needs a slot for the output."""
-        return any(layer.attention == "recompute" for layer in self.layers)
+    def scratch_attention(self) -> int:
+        """Most attention outputs computed again within one run of layers that is restored together."""
+        most = run = 0
+        for layer in self.layers:
+            run = (0 if layer.input != "recompute" else run) + (layer.attention == "recompute")
+            most = max(most, run)
+        return most
 
 
 def uniform_plan(policy: PolicyName, n_layers: int, *, tile_tokens: int, head_groups: int) -> MemoryPlan:
@@ -163,6 +164,6 @@ def kept_shapes(sizes: Dimensions, plan: MemoryPlan, n_tokens: int) -> list[Kept
             itemsize=sizes.itemsize,
         )
     ] * plan.scratch_inputs  # fmt: skip
-    if plan.scratch_attention:
+    for _ in range(plan.scratch_attention):
         shapes += _attention_shapes(sizes, plan.head_groups, n_tokens, -1, scratch_place)
     return shapes

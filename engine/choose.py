@@ -1,0 +1,151 @@
+"""Choosing what to keep: the `auto` policy, and the longest branch that fits. Pure arithmetic on `engine.memory`.
+
+Worth per byte, in operations saved by keeping one byte (Qwen3-8B shape, 64K tokens): attention output 64 k, layer
+input 40 k, then q|k|v, mid and gate|up 4 k each. So: inputs and attention outputs on the host first, everything small
+that the host still holds next (its copies overlap with compute), and the wide MLP projections, which a host link
+cannot carry in time, in whatever device memory is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.memory import GIB, Ledger, Setup, dimensions, predict
+from engine.plan import LayerPlan, MemoryPlan, uniform_plan
+from schemas.errors import UserError
+
+# Tile tokens and key-value head groups, from fastest to smallest.
+SIZES = ((8192, 1), (8192, 2), (8192, 4), (8192, 8), (4096, 8), (2048, 8))
+LENGTH_STEP_TOKENS = 1024  # `longest_branch` answers in multiples of this
+
+
+def _n_layers(config: Mapping[str, Any]) -> int:
+    return config["num_hidden_layers"]
+
+
+def _base_plans(config: Mapping[str, Any], n_tokens: int) -> list[MemoryPlan]:
+    key_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    return [
+        uniform_plan(
+            "attention_offload", _n_layers(config), tile_tokens=min(tile, n_tokens), head_groups=min(groups, key_heads)
+        )
+        for tile, groups in SIZES
+        if key_heads % min(groups, key_heads) == 0
+    ]
+
+
+def _with_layers(plan: MemoryPlan, layers: list[LayerPlan]) -> MemoryPlan:
+    return MemoryPlan(policy="auto", layers=tuple(layers), tile_tokens=plan.tile_tokens, head_groups=plan.head_groups)
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest count in 0..limit for which `fits` holds, given that it holds below whenever it holds above."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _sparse_layers(n_layers: int, stride: int, n_attention: int) -> list[LayerPlan]:
+    """Inputs of every `stride`-th layer and `n_attention` attention outputs, the dropped ones spread over the runs."""
+    kept = set(sorted(range(n_layers), key=lambda i: -(i % stride))[:n_attention])
+    return [
+        LayerPlan(input="host" if i % stride == 0 else "recompute", attention="host" if i in kept else "recompute")
+        for i in range(n_layers)
+    ]
+
+
+def _within_host(
+    config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup, host_bytes: int
+) -> MemoryPlan | None:
+    """The plan, or the one that recomputes least among those whose host part fits, or None.
+
+    Operations a token: restoring an input 2 (D Hq E + 3 D F) (o_proj and MLP), an attention output 2 T Hq E.
+    """
+    if predict(config, n_tokens, plan, setup).host_bytes <= host_bytes:
+        return plan
+    sizes, n_layers = dimensions(config, setup), _n_layers(config)
+    attention_cost = 2 * n_tokens * sizes.query_size
+    input_cost = 2 * sizes.hidden_size * (sizes.query_size + 3 * sizes.mlp_size)
+    best: tuple[int, MemoryPlan] | None = None
+    for stride in range(1, n_layers + 1):
+
+        def candidate(n_attention: int, stride: int = stride) -> MemoryPlan:
+            return _with_layers(plan, _sparse_layers(n_layers, stride, n_attention))
+
+        def fits(n_attention: int, candidate: Callable[[int], MemoryPlan] = candidate) -> bool:
+            return predict(config, n_tokens, candidate(n_attention), setup).host_bytes <= host_bytes
+
+        if not fits(0):
+            continue
+        chosen = candidate(_most(n_layers, fits))
+        cost = attention_cost * sum(layer.attention == "recompute" for layer in chosen.layers)
+        cost += input_cost * sum(layer.input == "recompute" for layer in chosen.layers)
+        if best is None or cost < best[0]:
+            best = cost, chosen
+    return best[1] if best else None
+
+
+def _filled(
+    config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup, device_bytes: int, host_bytes: int
+) -> MemoryPlan:
+    """The plan with as much more kept as fits: mid and q|k|v on the host, gate|up on the device, last layers first."""
+    for field, place in (("mid", "host"), ("qkv", "host"), ("gate_up", "device")):
+
+        def candidate(count: int, base: MemoryPlan = plan, field: str = field, place: str = place) -> MemoryPlan:
+            first = len(base.layers) - count
+            return _with_layers(
+                base,
+                [
+                    layer.model_copy(update={field: place}) if i >= first else layer
+                    for i, layer in enumerate(base.layers)
+                ],
+            )
+
+        def fits(count: int, candidate: Callable[[int], MemoryPlan] = candidate) -> bool:
+            ledger = predict(config, n_tokens, candidate(count), setup)
+            return ledger.peak_device_bytes <= device_bytes and ledger.host_bytes <= host_bytes
+
+        plan = candidate(_most(len(plan.layers), fits))
+    return plan
+
+
+def _plan(
+    config: Mapping[str, Any], n_tokens: int, setup: Setup, device_bytes: int, host_bytes: int
+) -> MemoryPlan | None:
+    for base in _base_plans(config, n_tokens):
+        if predict(config, n_tokens, base, setup).peak_device_bytes > device_bytes:
+            continue
+        plan = _within_host(config, n_tokens, base, setup, host_bytes)
+        if plan is not None and predict(config, n_tokens, plan, setup).peak_device_bytes <= device_bytes:
+            return plan
+    return None
+
+
+def longest_branch(config: Mapping[str, Any], setup: Setup, *, device_bytes: int, host_bytes: int) -> int:
+    """The longest branch in tokens (a multiple of 1,024) that some plan fits; 0 when none does."""
+    limit = 1
+    while limit < 2**14 and _plan(config, limit * LENGTH_STEP_TOKENS, setup, device_bytes, host_bytes) is not None:
+        limit *= 2
+    return LENGTH_STEP_TOKENS * _most(
+        limit,
+        lambda n: n == 0 or _plan(config, n * LENGTH_STEP_TOKENS, setup, device_bytes, host_bytes) is not None,
+    )
+
+
+def choose_plan(
+    config: Mapping[str, Any], n_tokens: int, setup: Setup, *, device_bytes: int, host_bytes: int
+) -> tuple[MemoryPlan, Ledger]:
+    """The `auto` policy for a branch of n_tokens; UserError, with the longest that would fit, when nothing does."""
+    plan = _plan(config, n_tokens, setup, device_bytes, host_bytes)
+    if plan is None:
+        longest = longest_branch(config, setup, device_bytes=device_bytes, host_bytes=host_bytes)
+        raise UserError(
+            f"a branch of {n_tokens:,} tokens does not fit {device_bytes / GIB:.1f} GiB on the device and "
+            f"{host_bytes / GIB:.1f} GiB on the host",
+            fix=f"the longest that fits is {longest:,} tokens",
+        )
+    plan = _filled(config, n_tokens, plan, setup, device_bytes, host_bytes)
+    return plan, predict(config, n_tokens, plan, setup)

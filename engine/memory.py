@@ -1,0 +1,242 @@
+"""The ledger: bytes of every component of a long branch, from a model's config alone, before anything is allocated.
+
+Letters: T tokens, D hidden size, F MLP size, V vocabulary, P scored positions, r LoRA rank. Imports no model and no
+torch. The peak is the static part (weights, adapters, optimiser) plus the largest of four moments that never coincide:
+the forward of a layer, the head, and the two halves of a layer's backward. Host bytes are exact; device bytes count
+what the engine allocates, by the same list (`engine.plan.kept_shapes`) that the engine allocates from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from engine.plan import Dimensions, MemoryPlan, kept_shapes
+
+BaseFormat = Literal["nf4", "int8", "bf16", "fp32", "fp64"]
+Optimiser = Literal["none", "adamw", "adamw_8bit"]
+
+ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GIB = 2**30
+_PAGE_BYTES = 4096  # alignment of a slot in the host buffer
+_MID_RING_TILES = 3
+# NF4 in blocks of 64 with double quantisation: half a byte, one byte of scale per block, four per 256 blocks.
+_BYTES_PER_WEIGHT = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "bf16": 2.0, "fp32": 4.0, "fp64": 8.0}
+_OPTIMISER_BYTES = {"none": 0, "adamw": 8, "adamw_8bit": 2}  # per trained parameter
+_LORA_ITEMSIZE = 4  # peft keeps adapters in float32
+
+
+class Setup(BaseModel):
+    """What is trained, beside the model's config."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base: BaseFormat = "nf4"
+    lora_rank: int = 16
+    lora_targets: tuple[str, ...] = ALL_LINEARS
+    optimiser: Optimiser = "adamw"
+    n_scored: int = 4096
+    chunk_positions: int = 256
+    accumulating: bool = False  # gradients of an earlier branch are alive during backward
+    align: int = 64  # LoRA columns are padded to this many (1 off the GPU)
+
+
+class LedgerRow(BaseModel):
+    """One component at the moment it is alive in; "static" is alive always."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    moment: Literal["static", "kept", "forward", "head", "backward_mlp", "backward_attention"]
+    component: str
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+class Ledger(BaseModel):
+    """Predicted bytes of one forward and backward of a branch of n_tokens under `plan`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    n_tokens: int
+    plan: MemoryPlan
+    rows: tuple[LedgerRow, ...]
+
+    def device_bytes_of(self, moment: str) -> int:
+        return sum(row.device_bytes for row in self.rows if row.moment == moment)
+
+    @property
+    def peak_moment(self) -> str:
+        moments = ("forward", "head", "backward_mlp", "backward_attention")
+        return max(moments, key=self.device_bytes_of)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        return sum(self.device_bytes_of(moment) for moment in ("static", "kept", self.peak_moment))
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(row.host_bytes for row in self.rows)
+
+    def table(self) -> str:
+        """The rows in MiB, one a line, with the sums below."""
+        lines = [f"{'moment':<20}{'component':<34}{'device MiB':>12}{'host MiB':>12}"]
+        for row in self.rows:
+            device, host = row.device_bytes / 2**20, row.host_bytes / 2**20
+            lines.append(f"{row.moment:<20}{row.component:<34}{device:>12,.1f}{host:>12,.1f}")
+        device, host = self.peak_device_bytes / 2**20, self.host_bytes / 2**20
+        lines.append(f"{'peak':<20}{'at ' + self.peak_moment:<34}{device:>12,.1f}{host:>12,.1f}")
+        return "\n".join(lines)
+
+
+def _head_size(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _linears(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """(input, output) features of one layer's linears."""
+    hidden, mlp, size = config["hidden_size"], config["intermediate_size"], _head_size(config)
+    query = config["num_attention_heads"] * size
+    key = (config.get("num_key_value_heads") or config["num_attention_heads"]) * size
+    return {
+        "q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key), "o_proj": (query, hidden),
+        "gate_proj": (hidden, mlp), "up_proj": (hidden, mlp), "down_proj": (mlp, hidden),
+    }  # fmt: skip
+
+
+def _qkv_bias(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") == "qwen2" or bool(config.get("attention_bias"))
+
+
+def dimensions(config: Mapping[str, Any], setup: Setup) -> Dimensions:
+    """Sizes of the walk for a transformers config (as a dict) of the Llama, Mistral, Qwen2 or Qwen3 family."""
+
+    def extra(names: tuple[str, ...], biased: bool) -> int:
+        used = setup.lora_rank * sum(name in setup.lora_targets for name in names) + int(biased)
+        return -(-used // setup.align) * setup.align
+
+    out_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    return Dimensions(
+        n_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"], mlp_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"], n_query_heads=config["num_attention_heads"],
+        n_key_heads=config.get("num_key_value_heads") or config["num_attention_heads"], head_size=_head_size(config),
+        itemsize={"fp32": 4, "fp64": 8}.get(setup.base, 2),
+        extra_qkv=extra(("q_proj", "k_proj", "v_proj"), _qkv_bias(config)), extra_out=extra(("o_proj",), out_bias),
+        extra_gate_up=extra(("gate_proj", "up_proj"), mlp_bias), extra_down=extra(("down_proj",), mlp_bias),
+    )  # fmt: skip
+
+
+def trained_parameters(config: Mapping[str, Any], setup: Setup) -> int:
+    """Number of LoRA parameters."""
+    shapes = [shape for name, shape in _linears(config).items() if name in setup.lora_targets]
+    return config["num_hidden_layers"] * setup.lora_rank * sum(n_in + n_out for n_in, n_out in shapes)
+
+
+def _static_rows(config: Mapping[str, Any], setup: Setup, sizes: Dimensions) -> list[LedgerRow]:
+    weights = sizes.n_layers * sum(n_in * n_out for n_in, n_out in _linears(config).values())
+    tables = 1 if config.get("tie_word_embeddings") else 2
+    trained = trained_parameters(config, setup)
+    lora_itemsize = max(_LORA_ITEMSIZE, sizes.itemsize)
+    amounts = {
+        "decoder weights": int(weights * _BYTES_PER_WEIGHT[setup.base]),
+        "embedding and head": tables * sizes.vocab_size * sizes.hidden_size * sizes.itemsize,
+        "adapters": trained * lora_itemsize,
+        "gradients": trained * lora_itemsize * (2 if setup.accumulating else 1),
+        "optimiser": trained * _OPTIMISER_BYTES[setup.optimiser],
+    }
+    return [LedgerRow(moment="static", component=name, device_bytes=value) for name, value in amounts.items()]
+
+
+def _kept_rows(sizes: Dimensions, plan: MemoryPlan, n_tokens: int) -> list[LedgerRow]:
+    device: dict[str, int] = {}
+    host: dict[str, int] = {}
+    for shape in kept_shapes(sizes, plan, n_tokens):
+        name = f"kept {shape.field}" if shape.layer >= 0 else f"scratch {shape.field}"
+        target, unit = (host, _PAGE_BYTES) if shape.place == "host" else (device, 1)
+        target[name] = target.get(name, 0) + -(-shape.n_bytes // unit) * unit
+    return [
+        LedgerRow(moment="kept", component=name, device_bytes=device.get(name, 0), host_bytes=host.get(name, 0))
+        for name in sorted(device.keys() | host.keys())
+    ]
+
+
+def _matrices_bytes(sizes: Dimensions) -> int:
+    hidden, mlp, query = sizes.hidden_size, sizes.mlp_size, sizes.query_size
+    shapes = [
+        (sizes.qkv_size, hidden, sizes.extra_qkv), (hidden, query, sizes.extra_out),
+        (2 * mlp, hidden, sizes.extra_gate_up), (hidden, mlp, sizes.extra_down),
+    ]  # fmt: skip
+    return sum((n_out + extra) * (n_in + extra) for n_out, n_in, extra in shapes) * sizes.itemsize
+
+
+def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -> dict[str, dict[str, int]]:
+    unit, hidden = sizes.itemsize, sizes.hidden_size
+    rows = min(plan.tile_tokens, n_tokens)
+    n_tiles = -(-n_tokens // plan.tile_tokens)
+    heads, key_heads = sizes.n_query_heads // plan.head_groups, sizes.n_key_heads // plan.head_groups
+    group_tokens = n_tokens * sizes.head_size * unit  # one head of all tokens
+    tile = {
+        "normed": hidden + max(sizes.extra_qkv, sizes.extra_gate_up),
+        "gate and up": 2 * sizes.mlp_size + sizes.extra_gate_up,
+        "MLP hidden": sizes.mlp_size + sizes.extra_down,
+        "attended": sizes.query_size + sizes.extra_out,
+        "mid ring": min(_MID_RING_TILES, n_tiles) * hidden,
+    }
+    workspace = {
+        "dense weights of one layer": _matrices_bytes(sizes),
+        "packed q|k|v": n_tokens * (sizes.qkv_size + sizes.extra_qkv) * unit,
+        "tiles": rows * sum(tile.values()) * unit,
+        "RoPE tables": n_tokens * sizes.head_size * sizes.sum_itemsize,
+    }
+    dense = max(hidden * sizes.mlp_size, hidden * sizes.query_size) * 2 if setup.base in ("nf4", "int8") else 0
+    output_and_grad = hidden + max(sizes.extra_out, sizes.extra_down)
+    reader = 2 * rows * hidden * unit * (plan.layers[0].input == "host")
+    forward = {
+        "hidden states": n_tokens * hidden * unit,
+        "attention outputs": n_tokens * sizes.query_size * unit,
+        "group q, k, v": group_tokens * (heads + 2 * key_heads),
+        "log-sum-exp": n_tokens * sizes.n_query_heads * sizes.sum_itemsize,
+    }
+    scored = setup.n_scored * hidden * unit
+    head = {
+        "scored hidden states": 3 * scored,
+        "logits of a chunk": min(setup.chunk_positions, setup.n_scored) * sizes.vocab_size * (2 * sizes.sum_itemsize),
+    }
+    gradient = {"gradient": n_tokens * output_and_grad * unit}
+    mlp_sources = hidden if plan.layers[-1].mid != "recompute" else hidden + sizes.query_size
+    remote = any(getattr(layer, field) == "host" for layer in plan.layers for field in ("input", "mid", "attention"))
+    backward_mlp = gradient | {
+        "tiles from the host": 2 * rows * mlp_sources * unit * remote,
+        "gradient of normed": rows * hidden * unit,
+    }
+    outputs = min(2, plan.head_groups) if any(layer.attention == "host" for layer in plan.layers) else 0
+    backward_attention = gradient | {
+        "tiles from the host": reader,
+        "group q, k, v": group_tokens * (heads + 2 * key_heads),
+        "group outputs": group_tokens * heads * outputs,
+        "group gradients": group_tokens * (2 * heads + 2 * key_heads),
+        "attention workspace": attention_workspace_bytes(n_tokens, heads, sizes.head_size) if unit == 2 else 0,
+    }
+    moments = {"forward": forward, "backward_mlp": backward_mlp, "backward_attention": backward_attention}
+    for name, amounts in moments.items():
+        moments[name] = workspace | amounts
+    moments["forward"] = moments["forward"] | ({"dequantisation": dense} if dense else {})
+    return moments | {"head": head}
+
+
+def attention_workspace_bytes(n_tokens: int, n_heads: int, head_size: int) -> int:
+    """What cuDNN's attention backward allocates: float32 sums of dq and two float32 per query row."""
+    return n_tokens * n_heads * (head_size + 2) * 4
+
+
+def predict(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup) -> Ledger:
+    """The ledger of one branch of n_tokens."""
+    sizes = dimensions(config, setup)
+    rows = _static_rows(config, setup, sizes) + _kept_rows(sizes, plan, n_tokens)
+    for moment, amounts in _moments(sizes, plan, setup, n_tokens).items():
+        rows += [
+            LedgerRow(moment=moment, component=name, device_bytes=value)  # type: ignore[arg-type]
+            for name, value in amounts.items()
+        ]
+    return Ledger(n_tokens=n_tokens, plan=plan, rows=tuple(rows))
