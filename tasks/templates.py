@@ -19,7 +19,7 @@ from tasks.skeleton import Chat, Jinja, RenderError, marks_generation
 
 _OWN: Final = (
     # (text found in the stock template, our training template)
-    ("<|start_header_id|>", "llama3_training.jinja"),
+    ("Cutting Knowledge Date", "llama3_1_training.jinja"),
     ("[INST]", "mistral_training.jinja"),
     ("SmolLM, trained by Hugging Face", "smollm2_training.jinja"),
 )

@@ -1,9 +1,9 @@
-"""The tokenizer of tiny-qwen3: a small byte-level BPE with Qwen3's added tokens, trained on text of this Python."""
+"""Tokenizers made by us: the one of tiny-qwen3, trained on the spot, and SmolLM2's, out of its GGUF file."""
 
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -115,4 +115,37 @@ def train_tiny_tokenizer(chat_template: str, vocab_size: int = VOCAB_SIZE) -> Pr
         chat_template=chat_template,
         model_max_length=131_072,
         clean_up_tokenization_spaces=False,
+    )
+
+
+def smollm2_tokenizer(gguf_path: Path) -> PreTrainedTokenizerFast:
+    """SmolLM2's tokenizer from the vocabulary, merges and chat template that its GGUF file holds.
+
+    Not through transformers' own reader of GGUF tokenizers, which takes a wrong end token, leaves out the splitting of
+    digits, and decodes "▁" to a blank.
+    """
+    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]  (extra `gguf`)
+
+    fields = GGUFReader(gguf_path).fields
+
+    def field(name: str) -> Any:
+        return fields[name].contents()
+
+    texts, control = field("tokenizer.ggml.tokens"), 3
+    merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    types = field("tokenizer.ggml.token_type")
+    specials = [text for text, kind in zip(texts, types, strict=True) if kind == control]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=field("tokenizer.chat_template"),
+        model_max_length=8192,
+        clean_up_tokenization_spaces=False,
+        **{key: texts[field(f"tokenizer.ggml.{name}_token_id")] for key, name in names.items()},
     )
