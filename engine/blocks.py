@@ -23,7 +23,7 @@ from torch import Tensor
 from engine import kernels
 from engine.attention import AttentionBackend
 from engine.kernels import GroupColumns
-from engine.linears import AdapterGradients, PackedLinears
+from engine.linears import AdapterGradients, PackedLinears, compute_dtype
 from engine.offload import Kept, TileReader, Transfers
 from engine.plan import Dimensions, MemoryPlan
 
@@ -50,7 +50,7 @@ class LayerWalk:
     ) -> None:
         first, config = decoder.layers[0], decoder.config
         self.plan, self.n_tokens, self.transfers, self.backend = plan, n_tokens, transfers, backend
-        self.device, self.dtype = transfers.device, first.input_layernorm.weight.dtype
+        self.device, self.dtype = transfers.device, compute_dtype(first.self_attn.q_proj)
         self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
         self.spans = [
             slice(start, min(start + plan.tile_tokens, n_tokens)) for start in range(0, n_tokens, plan.tile_tokens)
@@ -206,8 +206,9 @@ class LayerWalk:
     def restore_attention(self, source: Kept, kept: LayerActivations) -> None:
         """Attention outputs again from the layer's input; leaves the packed q|k|v filled."""
         self._fill_qkv(source)
-        self._attend(kept)
+        outputs = self._attend(kept)  # alive until their copies are done
         self._wait_all(kept)
+        del outputs
 
     def _fill_qkv(self, source: Kept) -> None:
         for span, (x_ND,) in TileReader(self.transfers, [source], self.spans):

@@ -19,7 +19,8 @@ from engine import kernels
 
 def _logits(normed_CD: Tensor, weight_VD: Tensor) -> Tensor:
     """Logits in float32 straight from the matmul's accumulator where PyTorch offers it (float64 for float64)."""
-    if normed_CD.is_cuda and normed_CD.dtype != torch.float32:
+    normed_CD = normed_CD.to(weight_VD.dtype)
+    if normed_CD.is_cuda and normed_CD.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(normed_CD, weight_VD.t(), out_dtype=torch.float32)
     return kernels.wide(normed_CD @ weight_VD.t())
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from engine.attention import AttentionBackend, choose_backend
 from engine.blocks import LayerActivations, LayerWalk
 from engine.head import head_logprobs
+from engine.linears import compute_dtype
 from engine.offload import HostPool, Kept, TileReader, Transfers, slot_bytes
 from engine.plan import MemoryPlan, kept_shapes
 from engine.scores import check_positions, split_head
@@ -107,7 +108,8 @@ class _BranchWalk:
         if self.pool is not None:
             self._allocate(walk, self.pool)
         embedding: Tensor = self.decoder.embed_tokens.weight
-        hidden_TD = nn.functional.embedding(self.input_ids_T.to(embedding.device), embedding).to(walk.device)
+        hidden_TD = nn.functional.embedding(self.input_ids_T.to(embedding.device), embedding)
+        hidden_TD = hidden_TD.to(walk.device, walk.dtype)
         if self.kept:
             assert self.kept[0].input is not None
             self.transfers.write(self.kept[0].input, slice(None), hidden_TD)
@@ -217,6 +219,12 @@ class LongContextScorer:
         """Pinned host memory held now."""
         return sum(pool.capacity_bytes for pool in self._pools)
 
+    def reserve_host(self, n_bytes: int, device: torch.device) -> None:
+        """Pin the host buffer now (0.3 s a GiB), for the longest branch to come. StageError when the host refuses."""
+        pool = self._free_pool(device)
+        pool.reserve(n_bytes)
+        pool.busy = False
+
     def _free_pool(self, device: torch.device) -> HostPool:
         for pool in self._pools:
             if not pool.busy and pool.device == device:
@@ -232,7 +240,7 @@ class LongContextScorer:
             decoder: Any = split_head(model)[0]
             config, attn = decoder.config, decoder.layers[0].self_attn
             self.backend, self.probe_s = choose_backend(
-                device, decoder.layers[0].input_layernorm.weight.dtype, n_tokens=n_tokens, head_size=attn.head_dim,
+                device, compute_dtype(attn.q_proj), n_tokens=n_tokens, head_size=attn.head_dim,
                 n_heads=config.num_attention_heads, n_key_heads=config.num_key_value_heads,
             )  # fmt: skip
         return self.backend

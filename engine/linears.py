@@ -73,6 +73,14 @@ def _adapters(module: Any, extra_start: int, output_start: int) -> list[Adapter]
     return found
 
 
+def compute_dtype(module: Any) -> torch.dtype:
+    """The dtype a linear computes in: its weight's, or the one its quantisation was set up with."""
+    base = base_linear(module)
+    if getattr(base.weight, "quant_state", None) is not None:
+        return base.compute_dtype or base.weight.quant_state.dtype
+    return base.weight.dtype if base.weight.is_floating_point() else torch.bfloat16
+
+
 def dense_weight(linear: Any) -> Tensor:
     """The weight [O, I] of a plain, NF4/FP4 (bitsandbytes Linear4bit) or int8 (Linear8bitLt) linear.
 

@@ -1,0 +1,136 @@
+"""Error of the long-context engine on a GPU against a float32 oracle, beside plain bfloat16's own error.
+
+    python -m benchmarks.engine_correctness OUT.jsonl --tokens 4096
+
+1. every attention backend against plain attention in float64;
+2. a small float32 model: the whole walk, with its GPU kernels, against the oracle;
+3. Qwen3-8B's shape on NF4: scores and LoRA gradients of the engine, and of transformers + peft in bfloat16, both
+   against the same weights dequantised to float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.engine_common import append_result, config_dict, machine, random_branch, random_nf4_model, with_lora
+from engine import reference
+from engine.attention import BACKENDS
+from engine.layers import LongContextScorer
+from engine.linears import dense_weight
+from engine.plan import uniform_plan
+from engine.scores import Scorer, token_logprobs
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def attention_errors(n_tokens: int = 1000) -> dict[str, list[float]]:
+    """Relative errors of output, dq, dk, dv per backend, from bfloat16 inputs."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n_tokens, n, 128, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
+    grad = torch.randn_like(q)
+    exact = [x.double() for x in (grad, q, k, v)]
+    out, lse = BACKENDS["math"].forward(*exact[1:], 128**-0.5)
+    want = [out, *BACKENDS["math"].backward(*exact, out, lse, 128**-0.5)]
+    errors = {}
+    for name in ("cudnn", "flash"):
+        out, lse = BACKENDS[name].forward(q, k, v, 128**-0.5)
+        got = [out, *BACKENDS[name].backward(grad, q, k, v, out, lse, 128**-0.5)]
+        errors[name] = [round(relative_error(a, b), 6) for a, b in zip(got, want, strict=True)]
+    return errors
+
+
+def run(model: Any, scorer: Scorer, branch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Scores and LoRA gradients of their mean."""
+    logp_P = scorer(model, *branch)
+    logp_P.mean().backward()
+    grads = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            grads[name], parameter.grad = parameter.grad.float(), None
+    return logp_P.detach().float(), grads
+
+
+def compare(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> dict[str, float]:
+    """Residuals of the scores (nats), cosine and relative error of the whole gradient, and the worst tensor's cosine."""
+    residual_P = (got[0] - want[0]).abs()
+    mine, true = (torch.cat([grads[name].flatten() for name in want[1]]).double() for grads in (got[1], want[1]))
+    cosines = [
+        float(torch.nn.functional.cosine_similarity(got[1][n].flatten().double(), g.flatten().double(), dim=0))
+        for n, g in want[1].items()
+    ]
+    return {
+        "score_max_residual": float(residual_P.max()),
+        "score_mean_residual": float(residual_P.mean()),
+        "score_of_branch_residual": float((got[0].mean() - want[0].mean()).abs()),
+        "gradient_cosine": float(mine @ true / (mine.norm() * true.norm())),
+        "gradient_relative_error": float((mine - true).norm() / true.norm()),
+        "gradient_norm_ratio": float(mine.norm() / true.norm()),
+        "worst_tensor_cosine": min(cosines),
+    }
+
+
+def to_float32(model: Any) -> None:
+    """Replace quantised linears by their dequantised float32 selves, and everything else by float32."""
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module) and hasattr(module, "lora_A"):
+            weight = dense_weight(base).float()
+            exact = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            exact.weight = nn.Parameter(weight, requires_grad=False)
+            module.base_layer = exact
+    model.float()
+
+
+def walk_scorer(n_layers: int, tile: int, groups: int) -> LongContextScorer:
+    plan = uniform_plan("attention_offload", n_layers, tile_tokens=tile, head_groups=groups)
+    return LongContextScorer(lambda _: plan)
+
+
+def small_model_error() -> dict[str, float]:
+    """Float32 all through: kernels, offload and streams of the GPU path against the oracle."""
+    torch.manual_seed(0)
+    small = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        **(config_dict() | small | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97})
+    )
+    model = with_lora(AutoModelForCausalLM.from_config(config), 4).cuda()
+    branch = random_branch(301, 64, 97, 0, "cuda")
+    want = run(model, reference.token_logprobs, branch)
+    return compare(run(model, walk_scorer(3, 64, 2), branch), want)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--scored", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--commit", default="")
+    arguments = parser.parse_args()
+    append_result(arguments.out, {"what": "machine", **machine(arguments.commit)})
+    append_result(arguments.out, {"what": "attention_errors", **attention_errors()})
+    append_result(arguments.out, {"what": "small_float32_model", **small_model_error()})
+    config = config_dict(arguments.layers)
+    model = random_nf4_model(config)
+    branch = random_branch(arguments.tokens, arguments.scored, config["vocab_size"], 0, "cuda")
+    walked = run(model, walk_scorer(arguments.layers, 1024, 4), branch)
+    plain = run(model, token_logprobs, branch)
+    to_float32(model)
+    gc.collect()
+    want = run(model, token_logprobs, branch)
+    facts = {"tokens": arguments.tokens, "scored": int(branch[3].numel()), "layers": arguments.layers}
+    append_result(arguments.out, {"what": "engine_vs_float32", **facts, **compare(walked, want)})
+    append_result(arguments.out, {"what": "plain_bfloat16_vs_float32", **facts, **compare(plain, want)})
+
+
+if __name__ == "__main__":
+    main()
