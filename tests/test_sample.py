@@ -1,5 +1,6 @@
 """Sample runs: real outcomes, the same bytes for the same seed, lengths as asked, and the layout of real files."""
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -343,6 +344,8 @@ def test_normalise_rewrites_only_what_differs(sandbox: Sandbox) -> None:
     assert lines[:3] == ['File "/testbed/a.py", line 3', "<f at 0x7f0000000000>", "1 passed in 0.05s"]
     assert lines[3] == " 1 failed, 2 passed in 0.05s ".center(80, "=")
     assert lines[4] == "0x10 in 3 s"
+    header = "platform linux -- Python 3.11.7, pytest-9.2.0, pluggy-1.6.0 -- /usr/bin/python"
+    assert normalise(header, sandbox) == "platform linux -- Python 3.11, pytest-9.2.0 -- /usr/bin/python"
 
 
 def test_commands_do_not_see_the_environment(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,3 +453,13 @@ def test_bad_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], wher
     assert caught.value.where == where
     assert caught.value.fix
     assert not (tmp_path / "out").exists()
+
+
+def test_without_pytest_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(UserError, match="pytest is not installed") as caught:
+        generate_samples(tmp_path / "out", n_tasks=1, seed=1)
+    assert "pip install" in caught.value.fix

@@ -135,7 +135,7 @@ def missing_wraparound(domain: Domain, rng: random.Random) -> Bug:
             print("slot:", slot)
             assert slot < {n_slots}, slot
         """),
-        watch=("current, steps", "current + steps", "SLOTS"),
+        watch=("SLOTS", "current, steps", "current + steps"),
         title=f"{name} runs past the end of the rota",
         report=f"There are {n_slots} slots, 0 to {start}. `{name}({start}, {steps})` returns {start + steps}; "
         f"it should start again and give {expected}.",
@@ -207,7 +207,7 @@ def strict_threshold(domain: Domain, rng: random.Random) -> Bug:
             print("label:", label)
             assert label == "large", label
         """),
-        watch=("value, limit, label", "value > limit", "value >= limit"),
+        watch=("value, limit, label", "value > limit"),
         title=f"A {domain.item} exactly at a limit gets the wrong class",
         report=f"`{name}({high})` returns 'medium', but {high} is the limit of 'large' and a "
         f"{domain.item} at a limit belongs to the class above.",

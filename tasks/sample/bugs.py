@@ -25,7 +25,7 @@ class Bug:
     `source` holds `bug` once; putting `fix` in its place is the gold patch. Each edit of `wrong` is a plausible
     guess that leaves the visible tests failing; `overfit` satisfies the visible tests only.
     `watch` are expressions worth printing in a debugger stopped at the line of `stop_at` (default: `bug`)
-    for the `n_stops`-th time.
+    for the `n_stops`-th time; the last one tells most.
     """
 
     family: str

@@ -67,7 +67,7 @@ def wrong_sort_key(domain: Domain, rng: random.Random) -> Bug:
             print("names:", names)
             assert names[0] == "alder", names
         """),
-        watch=("rows", "count"),
+        watch=("count", "sorted(rows, key=lambda row: row[0], reverse=True)"),
         title=f"{name} returns the wrong {domain.items}",
         report=f"For {rows} the two with the highest {domain.field} are {expected}, in this order. "
         "The result is something else.",
@@ -158,7 +158,7 @@ def wrong_eviction(domain: Domain, rng: random.Random) -> Bug:
             print("keys:", cache.keys())
             assert "{keys[-2]}" in cache.keys(), cache.keys()
         """),
-        watch=("key", "list(self.entries)", "self.capacity"),
+        watch=("key, self.capacity", "list(self.entries)", "next(reversed(self.entries))"),
         title=f"{name} throws away the newest {domain.item}",
         report=f"The cache holds {capacity} entries. After putting {keys} one by one, the first should be gone; "
         "instead the one before the last is.",

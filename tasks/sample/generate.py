@@ -108,7 +108,7 @@ def generate_samples(
             "seed": seed,
             "runs_per_task": runs_per_task,
             "target_tokens": [low, high],
-            "python": platform.python_version(),
+            "python": ".".join(platform.python_version_tuple()[:2]),
             "pytest": pytest_version,
             "patches_by": _patches_by(git),
         }

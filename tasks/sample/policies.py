@@ -13,10 +13,10 @@ _CAREFUL_OVERFITS = 0.04  # how often even the careful policy is content with a 
 _CAREFUL_FIRST_TRY_FAILS = 0.2
 _SLOPPY_HABITS = {"right": 30, "wrong": 22, "wrong_then_right": 13, "overfit": 13, "tamper": 13, "missed": 9}  # weights
 _TESTED_HABITS = ("wrong_then_right", "overfit", "tamper")
-_GUESS_CHARS = 700  # a change tried out with the tests, measured 400 to 1,300
-_WORK_CHARS = 4_800  # what debugging, editing and testing take, measured 3,600 to 6,000
-_CLOSING_CHARS = 1_500  # clean-up, patch and submission, measured 1,100 to 1,900
-_FAILED_CHECK_CHARS = 330  # thought, call and traceback of one round of the looping policy, measured 280 to 380
+_GUESS_CHARS = 1_000  # a change tried out with the tests, measured 500 to 2,400
+_WORK_CHARS = 2_500  # what debugging, editing and testing take, measured 1,700 to 4,500
+_CLOSING_CHARS = 900  # clean-up, patch and submission, measured 200 to 910
+_FAILED_CHECK_CHARS = 300  # thought, call and traceback of one round of the looping policy, measured 250 to 400
 _CHECK = "python check.py"
 _MAX_LOOP_ROWS = 60  # a longer print would be cut in the observation
 
@@ -29,8 +29,7 @@ def careful(brief: Brief) -> Steps:
     tested = yield brief.say("tests"), _test_command(brief)
     failure = commands.failure_line(tested.output) or task.bug.failing_test
     debugged = yield brief.say("debug", failure=failure), commands.pdb_command(task)
-    watched = zip(task.bug.watch, commands.pdb_values(task, debugged.output), strict=False)
-    watch, value = rng.choice([*watched] or [("the state", "not what I expected")])
+    watch, value = task.bug.watch[-1], commands.pdb_values(task, debugged.output)[-1]
     said = "diagnosis"
     if rng.random() < _CAREFUL_FIRST_TRY_FAILS:
         said = "think_again"

@@ -14,11 +14,11 @@ from tasks.sample.wording import PHRASES
 Step = tuple[str, str]  # thought, command
 Steps = Generator[Step, CommandResult, None]
 
-_STEP_OVERHEAD_CHARS = 230  # thought, call and tags around an observation, measured 150 to 300
+_STEP_OVERHEAD_CHARS = 160  # thought, call and tags around an observation, measured 120 to 300
 _MIN_READ_CHARS = 250
 _READ_CHARS = (5_000, 9_400)  # stays under the 10,000 at which an observation is cut
 _TEST_LINE_CHARS = 81  # pytest -vv fills lines to COLUMNS
-_PP_CHARS_PER_ROW = 118  # pprint of one record, measured 112 to 124
+_PP_CHARS_PER_ROW = 140  # pprint of one record, measured 133 to 153
 _SMALL_READ_CHARS = 1_500
 
 

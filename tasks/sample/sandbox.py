@@ -1,7 +1,7 @@
 """Running shell commands in a temporary repository, with output that is the same on every run.
 
 The commands truly run. Only what would differ between two runs is rewritten in their output: paths of the
-temporary folder and of the Python installation, durations, object addresses.
+temporary folder and of the Python installation, patch versions, durations, object addresses.
 """
 
 import os
@@ -48,6 +48,9 @@ _GIT_ENV = {
 _SUMMARY_WIDTH = 80
 _BARE_DURATION = re.compile(r"\bin \d+\.\d+s(?: \(\d+:\d\d:\d\d\))?")
 _RULED_DURATION = re.compile(r"^=+ (.*?) in \d+\.\d+s(?: \(\d+:\d\d:\d\d\))? =+$", re.MULTILINE)
+_PYTEST_HEADER = re.compile(
+    r"^(platform \S+ -- Python \d+\.\d+)\.[^,\s]+(, pytest-[^,\s]+), pluggy-[^,\s]+", re.MULTILINE
+)
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 # The patch of a machine without git: the same headers, made by the standard library.
 _PATCH_SCRIPT = """
@@ -159,11 +162,12 @@ def run_command(sandbox: Sandbox, command: str) -> CommandResult:
 
 
 def normalise(output: str, sandbox: Sandbox) -> str:
-    """Rewrite what differs between two runs of the same command: paths, durations, addresses."""
+    """Rewrite what differs between two runs of the same command: paths, durations, versions, addresses."""
     for path, shown in _shown_paths(sandbox):
         output = output.replace(path, shown)
     output = _RULED_DURATION.sub(lambda found: f" {found[1]} in 0.05s ".center(_SUMMARY_WIDTH, "="), output)
     output = _BARE_DURATION.sub("in 0.05s", output)
+    output = _PYTEST_HEADER.sub(r"\1\2", output)
     return _ADDRESS.sub("at 0x7f0000000000", output)
 
 

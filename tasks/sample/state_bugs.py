@@ -8,7 +8,7 @@ from tasks.sample.bugs import Bug, Domain, code
 def mutable_default(domain: Domain, rng: random.Random) -> Bug:
     first, second = rng.sample(range(1, 99), 2)
     name = f"new_{domain.item}"
-    bug = f"def {name}(number, tags=[]):"
+    bug = f'tags.append("{domain.item}-" + str(number))'
     return Bug(
         family="registry",
         module="registry",
@@ -16,9 +16,9 @@ def mutable_default(domain: Domain, rng: random.Random) -> Bug:
             """A registry of {domain.items} with their tags."""
 
 
-            {bug}
+            def {name}(number, tags=[]):
                 """Return a record for one {domain.item}; every record has its own tags."""
-                tags.append("{domain.item}-" + str(number))
+                {bug}
                 return {{"number": number, "tags": tags}}
 
 
@@ -27,7 +27,7 @@ def mutable_default(domain: Domain, rng: random.Random) -> Bug:
                 return [record["number"] for record in records]
         '''),
         bug=bug,
-        fix=f"def {name}(number, tags=()):\n    tags = list(tags)",
+        fix=f'tags = [*tags, "{domain.item}-" + str(number)]',
         wrong=(
             ('tags.append("', 'tags.insert(0, "'),
             ('return {"number": number, "tags": tags}', 'return dict({"number": number, "tags": tags})'),
@@ -74,8 +74,7 @@ def mutable_default(domain: Domain, rng: random.Random) -> Bug:
         title=f"Records of {domain.items} share their tags",
         report=f"After `{name}({first})`, a call of `{name}({second})` returns a record that also carries the "
         f'tag "{domain.item}-{first}". Each record should have its own list.',
-        cause="the default list is made once, when the function is defined, and shared by all calls",
-        stop_at="tags.append(",
+        cause="the default list is made once, shared by all calls, and append changes it",
         n_stops=2,
     )
 
