@@ -1,0 +1,161 @@
+"""The command line. Every command is a thin call; what it imports, it imports when it runs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flows.console import Commands, console, emit, stage_names
+from schemas.requests import StageName
+
+_OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
+app = typer.Typer(cls=Commands, help="Turns the logged runs of a coding agent into a better model.", **_OPTIONS)
+artifacts = typer.Typer(help="What the artifact store holds.", **_OPTIONS)
+app.add_typer(artifacts, name="artifacts")
+
+Config = Annotated[Path, typer.Argument(help="run configuration, a TOML file (see configs/)")]
+_MANY: dict[str, Any] = {"default_factory": list, "show_default": False}
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="overrides a key, in TOML", **_MANY)]
+Refresh = Annotated[list[str], typer.Option(metavar="STAGE", help="runs a stage again, cached or not", **_MANY)]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout; logs stay on stderr")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="show Prefect's own log as well")]
+StoreFolder = Annotated[Path, typer.Option("--store", help="folder of the artifact store")]
+
+
+def _run(until: StageName, config: Path, overrides: list[str], refresh: list[str], json: bool, verbose: bool) -> None:
+    from flows.local import run_inline
+    from schemas.load import load_config
+
+    loaded, again = load_config(config, overrides), stage_names(refresh)
+    emit(run_inline(loaded, until=until, refresh=again, console=console, verbose=verbose), json)
+
+
+@app.command()
+def demo(
+    tasks: Annotated[int, typer.Option(help="tasks to make sample runs of")] = 16,
+    seed: Annotated[int, typer.Option(help="of the sample runs")] = 0,
+    json: Json = False,
+) -> None:
+    """Shows everything. Reads configs/demo.toml; writes sample runs and the artifact store .traceforge."""
+    from flows.demo import run_demo, where_to_look
+
+    report = run_demo(n_tasks=tasks, seed=seed, console=console)
+    emit(report, json, where_to_look(report))
+
+
+@app.command()
+def sample(
+    out: Annotated[Path, typer.Option(help="folder for the runs: new, empty, or an earlier output")],
+    tasks: Annotated[int, typer.Option(help="small Python packages with a bug to find")] = 16,
+    seed: Annotated[int, typer.Option(help="equal seeds give equal bytes")] = 0,
+    runs_per_task: Annotated[int, typer.Option(help="careful, sloppy and looping runs of each task")] = 4,
+    tokens: Annotated[int, typer.Option(help="length of each run in tokens, 2000 to 100000")] = 2_000,
+    json: Json = False,
+) -> None:
+    """Makes agent runs by really running scripted agents. Reads nothing; writes logs of mini-swe-agent 1.1 to --out."""
+    from flows.demo import make_samples
+
+    report = make_samples(out, tasks, seed, runs_per_task, tokens, console)
+    emit(report, json, f"{report.n_runs} runs of {report.n_tasks} tasks: {report.out_dir}")
+
+
+@app.command()
+def run(config: Config, set_: Set, refresh: Refresh, json: Json = False, verbose: Verbose = False) -> None:
+    """The whole pipeline. Reads source.paths of the configuration; writes every artifact into its store."""
+    _run("promote", config, set_, refresh, json, verbose)
+
+
+@app.command()
+def ingest(config: Config, set_: Set, refresh: Refresh, json: Json = False, verbose: Verbose = False) -> None:
+    """Log files to runs of one shape. Reads source.paths; writes trajectories.arrow into the store."""
+    _run("ingest", config, set_, refresh, json, verbose)
+
+
+@app.command()
+def render(config: Config, set_: Set, refresh: Refresh, json: Json = False, verbose: Verbose = False) -> None:
+    """Runs to labelled tokens. Reads source.paths and the model's tokenizer; writes branches.arrow into the store."""
+    _run("render", config, set_, refresh, json, verbose)
+
+
+@app.command()
+def pairs(config: Config, set_: Set, refresh: Refresh, json: Json = False, verbose: Verbose = False) -> None:
+    """Labelled runs to preference pairs. Reads source.paths; writes pairs.arrow into the store."""
+    _run("pairs", config, set_, refresh, json, verbose)
+
+
+@app.command()
+def sft(config: Config, set_: Set, refresh: Refresh, json: Json = False, verbose: Verbose = False) -> None:
+    """Supervised fine-tuning. Reads source.paths and the model; writes a LoRA adapter into the store."""
+    _run("sft", config, set_, refresh, json, verbose)
+
+
+@app.command()
+def simpo(
+    config: Config,
+    set_: Set,
+    refresh: Refresh,
+    plan: Annotated[str, typer.Option(help="parallel (a process per branch) or sequential; else the config's")] = "",
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Preference training on pairs. Reads source.paths and the model; writes a LoRA adapter into the store."""
+    _run("simpo", config, [*set_, *([f"simpo.plan={plan}"] if plan else [])], refresh, json, verbose)
+
+
+@app.command()
+def evaluate(config: Config, set_: Set, refresh: Refresh, json: Json = False, verbose: Verbose = False) -> None:
+    """Base, SFT and SimPO on held-out tasks. Reads source.paths and the model; writes a report, promotes nothing."""
+    _run("evaluate", config, set_, refresh, json, verbose)
+
+
+@artifacts.command("list")
+def list_(store: StoreFolder = Path(".traceforge"), json: Json = False) -> None:
+    """Every payload and what refers to it. Reads the store; writes nothing."""
+    from artifacts.gc import inventory
+    from flows.display import payload_table
+
+    found = inventory(store.absolute())
+    emit(found, json, payload_table(found.payloads))
+
+
+@artifacts.command()
+def show(
+    digest: Annotated[str, typer.Argument(help="the first digits of a payload's sha256")],
+    store: StoreFolder = Path(".traceforge"),
+    json: Json = False,
+) -> None:
+    """One payload in full. Reads the store; writes nothing."""
+    from artifacts.gc import find
+
+    found = find(store.absolute(), digest)
+    emit(found, json, found.model_dump_json(indent=2))
+
+
+@artifacts.command()
+def verify(store: StoreFolder = Path(".traceforge"), json: Json = False) -> None:
+    """Reads every payload and compares it with its digest. Writes nothing; exit code 1 when one was altered."""
+    from artifacts.gc import check, require_sound
+    from flows.display import payload_table
+
+    found = check(store.absolute())
+    emit(found, json, payload_table(found.payloads))
+    require_sound(found)
+
+
+@artifacts.command()
+def gc(
+    store: StoreFolder = Path(".traceforge"),
+    keep_runs: Annotated[int, typer.Option(min=1, help="newest runs whose payloads are kept")] = 10,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    json: Json = False,
+) -> None:
+    """Removes what no alias and none of the newest runs refer to. Reads and writes the store."""
+    from artifacts.gc import collect
+    from flows.display import payload_table
+
+    report = collect(store.absolute(), keep_runs=keep_runs, dry_run=dry_run)
+    emit(report, json, payload_table(report.removed) if report.removed else "nothing to remove")
+
+
+def main() -> None:
+    app()

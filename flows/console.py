@@ -1,0 +1,67 @@
+"""Between the command line and the person: one JSON object or a table out, one clear line for each error, exit codes.
+
+0 done, 1 a stage failed, 2 the input cannot be used, 130 interrupted. Only results go to stdout; the rest to stderr.
+"""
+
+import json
+import sys
+from typing import cast, get_args
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from typer.core import TyperGroup
+
+from schemas.errors import ArtifactError, StageError, UserError
+from schemas.requests import StageName
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+console = Console(stderr=True)
+
+
+def stage_names(given: list[str]) -> tuple[StageName, ...]:
+    """Checks names of stages.
+
+    Raises:
+        UserError: there is no such stage.
+    """
+    known = get_args(StageName)
+    for name in given:
+        if name not in known:
+            raise UserError(f"no stage {name!r}", where="--refresh", fix=f"one of {', '.join(known)}")
+    return cast("tuple[StageName, ...]", tuple(given))
+
+
+def emit(result: BaseModel, as_json: bool, text: str = "") -> None:
+    """The result on stdout: as one JSON object when asked for, else as text (nothing when that is empty)."""
+    if as_json:
+        sys.stdout.write(result.model_dump_json() + "\n")
+    elif text:
+        sys.stdout.write(text + "\n")
+
+
+def _complain(error: Exception, as_json: bool) -> None:
+    problems = str(error).splitlines() or [type(error).__name__]
+    for problem in problems:
+        sys.stderr.write(f"error: {problem}\n")
+    if as_json:
+        sys.stdout.write(json.dumps({"error": problems[0], "errors": problems}) + "\n")
+
+
+class Commands(TyperGroup):
+    """A command group whose errors are lines. What it does not expect is a bug, and stays a traceback."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+        as_json = "--json" in sys.argv
+        try:
+            return super().invoke(ctx)  # pyright: ignore[reportArgumentType]
+        except UserError as error:
+            _complain(error, as_json)
+            sys.exit(EXIT_BAD_INPUT)
+        except (StageError, ArtifactError) as error:
+            _complain(error, as_json)
+            sys.exit(EXIT_FAILED)
+        except KeyboardInterrupt:
+            _complain(InterruptedError("interrupted; run the same command again to go on where it stopped"), as_json)
+            sys.exit(EXIT_INTERRUPTED)

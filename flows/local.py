@@ -1,0 +1,53 @@
+"""Runs the pipeline in this process: with the Prefect server that is configured, else with a private one."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flows.display import Display, final_table
+from schemas.config import RunConfig
+from schemas.requests import StageName
+from schemas.runs import RunReport
+from tasks.local_server import start_unless_configured
+from tasks.progress import observed_by
+
+
+def run_inline(
+    config: RunConfig,
+    *,
+    until: StageName = "promote",
+    refresh: Sequence[StageName] = (),
+    console: Console,
+    verbose: bool = False,
+) -> RunReport:
+    """Runs the pipeline up to a stage and shows it on the console.
+
+    Raises:
+        UserError: the configuration or its source cannot be used.
+        Exception: what a stage raised.
+    """
+    store = Path(config.store).absolute()
+    if not verbose:  # the display says it all; the API still gets every line
+        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    server = start_unless_configured(store / "prefect")
+    from prefect.settings import (  # imported while the server boots
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        PREFECT_LOGGING_TO_API_ENABLED,
+        temporary_settings,
+    )
+
+    from flows.full import traceforge
+
+    settings: dict[Any, Any] = {
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None
+    }  # nobody watches an inline run; each costs a second
+    if server is not None:
+        server.wait_until_healthy()
+        settings[PREFECT_LOGGING_TO_API_ENABLED] = False
+    with temporary_settings(settings), Display(console) as display, observed_by(display):
+        report = traceforge(config, until=until, refresh=tuple(refresh))
+    console.print(final_table(report))
+    return report

@@ -1,0 +1,185 @@
+"""The DAG under a real Prefect API: what runs again and what does not, what happens when a stage fails."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_stages import FakeStages, install, write_source
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.settings import (
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    PREFECT_LOGGING_TO_API_ENABLED,
+    temporary_settings,
+)
+from prefect.testing.utilities import prefect_test_harness
+
+from artifacts.gc import collect, inventory
+from artifacts.locks import in_use
+from artifacts.runs import read_runs
+from flows.full import traceforge
+from schemas.config import RunConfig
+from schemas.errors import UserError
+from schemas.requests import StageName
+from schemas.runs import RunReport
+
+ALL = ("ingest", "model", "render", "pairs", "sft", "simpo", "evaluate", "promote")
+CACHED = ALL[:-1]  # a promotion is a decision about the store as it is now, never a cached one
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prefect_server():
+    settings: dict[Any, Any] = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None, PREFECT_LOGGING_TO_API_ENABLED: False}
+    with temporary_settings(settings), prefect_test_harness(server_startup_timeout=180):
+        yield
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeStages:
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {"name": "test", "store": str(tmp_path / "store"), "source": {"paths": [write_source(tmp_path / "runs")]}}
+    )
+
+
+def changed(config: RunConfig, section: str, **fields: Any) -> RunConfig:
+    data = config.model_dump()
+    data[section] |= fields
+    return RunConfig.model_validate(data)
+
+
+def outcomes(report: RunReport) -> dict[str, str]:
+    return {run.stage: run.outcome for run in report.stages}
+
+
+def ran(report: RunReport) -> list[str]:
+    return [run.stage for run in report.stages if run.outcome == "ran" and run.stage != "promote"]
+
+
+def test_second_run_takes_every_stage_from_the_cache(config: RunConfig, fakes: FakeStages) -> None:
+    first = traceforge(config)
+    assert outcomes(first) == dict.fromkeys(ALL, "ran")
+    assert first.status == "completed"
+    second = traceforge(config)
+    assert outcomes(second) == {**dict.fromkeys(CACHED, "cached"), "promote": "ran"}
+    assert fakes.calls == {**dict.fromkeys(CACHED, 1), "promote": 2}
+    assert second.all_refs() == first.all_refs()
+    assert second.inputs_sha256 == first.inputs_sha256
+
+
+def test_one_changed_field_runs_just_the_stages_it_feeds(config: RunConfig, fakes: FakeStages) -> None:
+    traceforge(config)
+    after_sft = ["sft", "simpo", "evaluate"]
+    for section, fields, again in [
+        ("simpo", {"beta": 3.0}, ["simpo", "evaluate"]),
+        ("evaluate", {"seed": 1}, ["evaluate"]),
+        ("pairs", {"seed": 1}, ["pairs", "simpo", "evaluate"]),
+        ("sft", {"epochs": 2.0}, after_sft),
+        ("lora", {"r": 4}, after_sft),
+        ("model", {"dtype": "bfloat16"}, after_sft),
+        ("model", {"seed": 1}, ["model", "render", "pairs", *after_sft]),
+        ("render", {"max_tokens": 99}, ["render", "pairs", *after_sft]),
+        ("promote", {"min_gain": 0.5}, []),
+        ("source", {"dedupe": "off"}, ["ingest"]),  # the same bytes come out, so nothing after it runs
+    ]:
+        assert ran(traceforge(changed(config, section, **fields))) == again, (section, fields)
+
+
+@pytest.mark.parametrize("damage", ["deleted", "altered"])
+def test_damaged_payload_runs_its_stage_again_and_no_other(config: RunConfig, fakes: FakeStages, damage: str) -> None:
+    first = traceforge(config)
+    assert first.rendered is not None
+    payload = Path(first.rendered.branches.path)
+    if damage == "deleted":
+        payload.unlink()
+    else:
+        payload.write_bytes(payload.read_bytes().replace(b'"', b"'", 1))  # as long as before
+    assert ran(traceforge(config)) == ["render"]
+    assert ran(traceforge(config)) == []
+
+
+def test_refresh_runs_the_named_stage_only(config: RunConfig, fakes: FakeStages) -> None:
+    traceforge(config)
+    assert ran(traceforge(config, refresh=("sft",))) == ["sft"]
+
+
+@pytest.mark.parametrize(
+    ("until", "stages"),
+    [
+        ("ingest", ["ingest"]),
+        ("pairs", ["ingest", "model", "render", "pairs"]),
+        ("sft", ["ingest", "model", "render", "sft"]),
+    ],
+)
+def test_until_ends_after_a_stage(config: RunConfig, fakes: FakeStages, until: StageName, stages: list[str]) -> None:
+    report = traceforge(config, until=until)
+    assert [run.stage for run in report.stages] == stages
+    assert report.status == "completed"
+    assert report.promoted is None
+
+
+def test_user_error_reaches_the_caller_at_once(config: RunConfig, fakes: FakeStages) -> None:
+    fakes.failures["pairs"] = [UserError("no pair found", where="pairs", fix="more runs")]
+    with pytest.raises(UserError, match=r"pairs: no pair found \(more runs\)"):
+        traceforge(config)
+    assert fakes.calls["pairs"] == 1  # a retry would not help
+    assert fakes.calls["sft"] == 0
+    record = read_runs(Path(config.store))[-1]
+    assert record.status == "failed"
+    assert outcomes(record)["pairs"] == "failed"
+    assert "no pair found" in record.message
+
+
+def test_passing_failure_is_retried(config: RunConfig, fakes: FakeStages) -> None:
+    fakes.failures["render"] = [OSError("stale file handle")]
+    assert traceforge(config, until="render").status == "completed"
+    assert fakes.calls["render"] == 2
+
+
+def test_every_stage_has_a_card_also_when_cached(config: RunConfig, fakes: FakeStages) -> None:
+    traceforge(config)
+    state = traceforge(config, return_state=True)
+    flow_run_id = state.state_details.flow_run_id
+    assert flow_run_id is not None
+    with get_client(sync_client=True) as client:
+        cards = client.read_artifacts(
+            artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
+        )
+    pages = {card.key: str(card.data) for card in cards if card.type == "markdown"}
+    assert set(pages) == set(ALL)
+    assert "![training curves](data:image/svg+xml;base64," in pages["sft"]
+    assert max(map(len, pages.values())) < 200_000
+
+
+def test_records_are_json_and_hold_no_pickle(config: RunConfig, fakes: FakeStages) -> None:
+    traceforge(config)
+    records = list((Path(config.store) / "results").iterdir())
+    assert {record.name.split("-")[0] for record in records} == set(CACHED)
+    for record in records:
+        assert record.read_bytes().startswith(b"{")
+        assert b"traceforge-artifact" in record.read_bytes()
+
+
+def test_gc_keeps_what_a_kept_run_or_an_alias_refers_to(config: RunConfig, fakes: FakeStages) -> None:
+    store = Path(config.store)
+    old = traceforge(config)
+    new = traceforge(changed(config, "sft", epochs=2.0))
+    assert old.sft is not None
+    assert new.sft is not None
+    (store / "aliases").mkdir(exist_ok=True)
+    (store / "aliases" / "current.json").write_text(old.sft.adapter.model_dump_json())
+    before = {payload.path for payload in inventory(store).payloads}
+    with in_use(store), pytest.raises(UserError, match="a run is using the store"):
+        collect(store, keep_runs=1)
+    assert collect(store, keep_runs=1, dry_run=True).freed_bytes > 0
+    report = collect(store, keep_runs=1)
+    after = {payload.path for payload in inventory(store).payloads}
+    assert old.simpo is not None
+    assert before - after == {old.simpo.adapter.path} == {payload.path for payload in report.removed}
+    assert {ref.path for ref in new.all_refs()} | {old.sft.adapter.path} <= after
+    assert ran(traceforge(changed(config, "sft", epochs=2.0))) == []
+    assert ran(traceforge(config)) == ["simpo"]  # of the old run, only what was removed runs again
