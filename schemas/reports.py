@@ -17,14 +17,26 @@ class Dropped(Frozen):
 
 class IngestReport(Frozen):
     n_files: int
+    n_files_reused: int = Field(default=0, description="files not read again, since they have not changed")
+    n_side_files: int = Field(default=0, description="reports, reward files and the like: joined, no runs of their own")
     n_trajectories: int
     n_turns: int
+    n_calls: int = 0
+    n_observations: int = 0
+    n_unpaired_results: int = Field(default=0, description="results whose call is not in the log; kept as context")
     by_format: dict[str, int]
     by_outcome: dict[str, int]
     by_exit_status: dict[str, int] = {}
+    length_chars: dict[str, int] = Field(
+        default={}, description="number of runs by conversation length; a key is the bucket's upper edge in characters"
+    )
     redactions: dict[str, int] = {}
     redact: bool = True
+    n_replaced_characters: int = Field(
+        default=0, description="characters that are no valid Unicode, replaced with U+FFFD"
+    )
     quarantined: tuple[Dropped, ...] = ()
+    damaged: tuple[Dropped, ...] = Field(default=(), description="lines left out of files that were read otherwise")
     duplicates: tuple[Dropped, ...] = ()
 
 

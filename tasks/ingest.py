@@ -1,24 +1,32 @@
 """Ingestion: log files of any supported agent -> `trajectories.arrow` and a report.
 
-Nothing is left out in silence: what cannot be read is quarantined with its reason and the rest goes on.
+Two steps. Files that are new or changed are read, redacted and appended to segments that a catalog knows. Then the
+table is put together from the segments, file by file in order: outcomes joined from side files, repeats left out. So the
+table is the same whatever was read on which night, and memory does not grow with the number of files.
+Nothing is left out in silence: what cannot be read is quarantined with its reason, and the rest goes on.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from artifacts.store import Store
-from artifacts.tables import write_table
+from artifacts.tables import open_table
 from schemas.config import SourceConfig
 from schemas.errors import UserError
 from schemas.reports import Dropped, Ingested, IngestReport
 from schemas.tables import TRAJECTORIES, TRAJECTORY_SCHEMA_VERSION
-from schemas.trajectory import Trajectory
+from schemas.trajectory import Outcome
+from tasks.catalog import Catalog, RunEntry, open_catalog
+from tasks.dedupe import near_duplicates, signature
 from tasks.input_files import InputFile, files_digest, find_files
-from tasks.sources import BY_NAME, Document, SourceError, find_adapter, read_document
-from tasks.sources.side_files import SideFact, SideIndex, read_side_file
+from tasks.read_logs import ROWS_PER_BATCH, SegmentWriter
+from tasks.sources import BY_NAME
+from tasks.sources.base import digest
+from tasks.sources.side_files import SideFact, SideIndex
 
 STAGE_VERSION = 1
 
@@ -35,97 +43,150 @@ def source_digest(config: SourceConfig) -> str:
     return files_digest(find_files(config.paths))
 
 
-@dataclass
-class _Tally:
-    """What the report counts, gathered while rows stream past."""
-
-    n_files: int = 0
-    n_side_files: int = 0
-    n_trajectories: int = 0
-    n_turns: int = 0
-    by_format: Counter[str] = field(default_factory=Counter)
-    by_outcome: Counter[str] = field(default_factory=Counter)
-    by_exit_status: Counter[str] = field(default_factory=Counter)
-    quarantined: list[Dropped] = field(default_factory=list)
-
-    def count(self, trajectory: Trajectory) -> None:
-        self.n_trajectories += 1
-        self.n_turns += trajectory.n_turns
-        self.by_format[trajectory.source_format] += 1
-        self.by_outcome[trajectory.outcome.status] += 1
-        if trajectory.exit_status:
-            self.by_exit_status[trajectory.exit_status] += 1
+# putting the table together -------------------------------------------------------------------------------------
 
 
-def _read(file: InputFile) -> Document:
-    if file.problem:
-        raise SourceError(file.problem)
-    try:
-        data = file.path.read_bytes()
-    except OSError as error:
-        raise SourceError(f"cannot be read: {error.strerror}") from error
-    return read_document(data, file.path.as_posix())
+def _join_outcomes(catalog: Catalog) -> None:
+    facts = []
+    for notes in catalog.notes():
+        for fact in notes.facts:
+            outcome = fact.pop("outcome")
+            facts.append(SideFact(**fact, outcome=Outcome.model_validate(outcome) if outcome else None))  # pyright: ignore
+    index = SideIndex(facts)
+    for position, run in catalog.runs():
+        known = Outcome.model_validate({"status": run.status, "source": run.source, "score": run.score})
+        outcome, run.exit_status = index.join(run.task_id, run.source_path, known, run.exit_status)
+        run.status, run.source, run.score = outcome.status, outcome.source, outcome.score
+        catalog.keep(position, run)
 
 
-_SIDE_FILE_LIMIT_BYTES = 16 << 20
+def _segment_row(folder: Path, run: RunEntry) -> dict[str, Any]:
+    return open_table(folder / run.segment).slice(run.row, 1).to_pylist()[0]
 
 
-def _side_facts(files: list[InputFile]) -> dict[Path, list[SideFact]]:
-    """Side files first, since a run may be read before the report that speaks of it."""
-    found: dict[Path, list[SideFact]] = {}
-    for file in files:
-        if file.size_bytes > _SIDE_FILE_LIMIT_BYTES:
-            continue
-        try:
-            facts = read_side_file(_read(file))
-        except SourceError:
-            continue  # told when the file's turn comes
-        if facts is not None:
-            found[file.path] = facts
-    return found
+def _near_repeats(folder: Path, catalog: Catalog) -> list[tuple[RunEntry, RunEntry]]:
+    """Near-duplicates within one task and outcome, so memory holds the signatures of one such group at a time."""
+    repeats: list[tuple[RunEntry, RunEntry]] = []
+    group: list[RunEntry] = []
+
+    def close_group() -> None:
+        signatures = [signature(_segment_row(folder, run)["messages"]) for run in group] if len(group) > 1 else []
+        repeats.extend((group[repeat], group[first]) for repeat, first in near_duplicates(signatures))
+        group.clear()
+
+    for run in catalog.kept(by_task=True):
+        if group and (run.task_id, run.status) != (group[0].task_id, group[0].status):
+            close_group()
+        group.append(run)
+    close_group()
+    return repeats
 
 
-def _with_run(trajectory: Trajectory) -> Trajectory:
-    """Where the log names no run, the folder that holds the run's files does."""
-    if trajectory.run_id is not None:
-        return trajectory
-    folder = Path(trajectory.source_path).parent
-    if folder.name.startswith(trajectory.task_id):
-        folder = folder.parent
-    return trajectory.model_copy(update={"run_id": folder.name or None})
+def _drop_repeats(folder: Path, catalog: Catalog, config: SourceConfig) -> list[Dropped]:
+    dropped = []
+    if config.dedupe == "off":
+        return dropped
+    for file, seq, path, kept_path in catalog.repeats():
+        catalog.drop(file, seq)
+        dropped.append(Dropped(what=path, reason=f"repeats {kept_path}"))
+    if config.dedupe == "near":
+        for run, kept in _near_repeats(folder, catalog):
+            catalog.drop(run.file, run.seq)
+            dropped.append(Dropped(what=run.source_path, reason=f"nearly repeats {kept.source_path}"))
+    return dropped
 
 
-def _trajectories(
-    files: list[InputFile],
-    side: dict[Path, list[SideFact]],
-    source_format: str,
-    tally: _Tally,
-    progress: Progress | None,
-) -> Iterator[Trajectory]:
-    index = SideIndex(fact for facts in side.values() for fact in facts)
-    for file in files:
-        tally.n_files += 1
-        if file.path in side:
-            tally.n_side_files += 1
-        else:
-            try:
-                document = _read(file)
-                for trajectory in find_adapter(document, source_format).read_document(document):
-                    yield index.join(_with_run(trajectory))
-            except SourceError as error:
-                tally.quarantined.append(Dropped(what=file.path.as_posix(), reason=str(error)))
-        if progress is not None:
-            progress(tally.n_files)
+def _with_joined(batch: pa.RecordBatch, runs: list[RunEntry]) -> pa.RecordBatch:
+    """The batch with joined outcomes and exit statuses; everything else is passed on unread."""
+    outcomes = [{"status": run.status, "source": run.source, "score": run.score} for run in runs]
+    columns = {
+        "outcome": pa.array(outcomes, TRAJECTORIES.field("outcome").type),
+        "exit_status": pa.array([run.exit_status for run in runs], pa.large_string()),
+    }
+    arrays = [columns.get(name, batch.column(name)) for name in TRAJECTORIES.names]
+    return pa.RecordBatch.from_arrays(arrays, schema=TRAJECTORIES)
 
 
-def _rows(trajectories: Iterator[Trajectory], tally: _Tally) -> Iterator[dict[str, Any]]:
-    for trajectory in trajectories:
-        tally.count(trajectory)
-        yield trajectory.model_dump()
+def _kept_pieces(catalog: Catalog) -> Iterator[list[RunEntry]]:
+    """Runs whose rows follow each other in one segment, at most a batch of them."""
+    piece: list[RunEntry] = []
+    for run in catalog.kept():
+        follows = piece and run.segment == piece[-1].segment and run.row == piece[-1].row + 1
+        if piece and (not follows or len(piece) == ROWS_PER_BATCH):
+            yield piece
+            piece = []
+        piece.append(run)
+    if piece:
+        yield piece
+
+
+def _assemble(folder: Path, catalog: Catalog, path: Path) -> int:
+    n_rows = 0
+    segment, table = "", None
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, TRAJECTORIES) as writer:
+        for piece in _kept_pieces(catalog):
+            if table is None or piece[0].segment != segment:
+                segment = piece[0].segment
+                table = open_table(folder / segment)
+            rows = table.slice(piece[0].row, len(piece)).combine_chunks().to_batches()[0]
+            writer.write_batch(_with_joined(rows, piece))
+            n_rows += len(piece)
+    return n_rows
+
+
+def _report(
+    catalog: Catalog, config: SourceConfig, n_files: int, n_reused: int, dropped: list[Dropped]
+) -> IngestReport:
+    totals: Counter[str] = Counter()
+    formats, outcomes, exits, lengths, redactions = (Counter[str]() for _ in range(5))
+    for run in catalog.kept():
+        totals.update(
+            runs=1, turns=run.n_turns, calls=run.n_calls, observations=run.n_observations, unpaired=run.n_unpaired
+        )
+        formats[run.source_format] += 1
+        outcomes[run.status] += 1
+        lengths[str(1 << max(10, (run.n_chars - 1).bit_length()))] += 1
+        if run.exit_status:
+            exits[run.exit_status] += 1
+    quarantined: list[Dropped] = []
+    damaged: list[Dropped] = []
+    n_side = n_replaced = 0
+    for notes in catalog.notes():
+        n_side += bool(notes.facts)
+        n_replaced += notes.n_replaced
+        redactions.update(notes.redactions)
+        quarantined += [Dropped(what=what, reason=reason) for what, reason in notes.quarantined]
+        damaged += [Dropped(what=what, reason=reason) for what, reason in notes.damaged]
+    return IngestReport(
+        n_files=n_files,
+        n_files_reused=n_reused,
+        n_side_files=n_side,
+        n_trajectories=totals["runs"],
+        n_turns=totals["turns"],
+        n_calls=totals["calls"],
+        n_observations=totals["observations"],
+        n_unpaired_results=totals["unpaired"],
+        by_format=dict(sorted(formats.items())),
+        by_outcome=dict(sorted(outcomes.items())),
+        by_exit_status=dict(sorted(exits.items())),
+        length_chars=dict(sorted(lengths.items(), key=lambda item: int(item[0]))),
+        redactions=dict(sorted(redactions.items())),
+        redact=config.redact,
+        n_replaced_characters=n_replaced,
+        quarantined=tuple(quarantined),
+        damaged=tuple(damaged),
+        duplicates=tuple(dropped),
+    )
+
+
+def _catalog_folder(config: SourceConfig, store: Store) -> Path:
+    """What changes the rows of an unchanged file has a catalog of its own."""
+    key = digest(f"{STAGE_VERSION}/{TRAJECTORY_SCHEMA_VERSION}", config.format, str(config.redact))
+    return store.root / "ingested" / key[:16]
 
 
 def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = None) -> Ingested:
-    """Reads every file of `config.paths` into one table in the store.
+    """Reads what is new under `config.paths` and writes one table of all its runs into the store.
 
     Raises:
         UserError: a path is missing, a folder is empty, the format is unknown, or no file holds a run.
@@ -134,30 +195,41 @@ def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = No
         raise UserError(
             f"unknown log format {config.format!r}", where="source.format", fix=f"auto or one of {', '.join(BY_NAME)}"
         )
-    files = list(find_files(config.paths))
-    tally = _Tally()
-    with store.staging() as folder:
-        path = folder / "trajectories.arrow"
-        found = _trajectories(files, _side_facts(files), config.format, tally, progress)
-        n_rows = write_table(path, TRAJECTORIES, _rows(found, tally))
+    counts = Counter[str]()
+
+    def file_done() -> None:
+        counts["files"] += 1
+        if progress is not None:
+            progress(counts["files"])
+
+    def changed_files(catalog: Catalog) -> Iterator[InputFile]:
+        for file in find_files(config.paths):
+            if catalog.want(file):
+                counts["reused"] += 1
+                file_done()
+            else:
+                yield file
+
+    folder = _catalog_folder(config, store)
+    with open_catalog(folder) as catalog, store.staging() as staging:
+        files = changed_files(catalog)
+        writer = SegmentWriter(folder, config, catalog, file_done)
+        while writer.write(files):
+            pass
+        catalog.forget_missing()
+        _join_outcomes(catalog)
+        dropped = _drop_repeats(folder, catalog, config)
+        path = staging / "trajectories.arrow"
+        n_rows = _assemble(folder, catalog, path)
+        report = _report(catalog, config, counts["files"], counts["reused"], dropped)
         if not n_rows:
-            reasons = Counter(dropped.reason for dropped in tally.quarantined).most_common(1)
+            reasons = Counter(dropped.reason for dropped in report.quarantined).most_common(1)
             raise UserError(
-                f"no run found in {tally.n_files} files" + (f"; most often: {reasons[0][0]}" if reasons else ""),
+                f"no run found in {report.n_files} files" + (f"; most often: {reasons[0][0]}" if reasons else ""),
                 where=", ".join(config.paths),
                 fix="see docs/FORMATS.md for the formats that are read",
             )
+        for stale in {file.name for file in folder.glob("*.arrow")} - catalog.segments():
+            (folder / stale).unlink()
         ref = store.add(path, "trajectories", n_rows=n_rows, schema_version=TRAJECTORY_SCHEMA_VERSION)
-    return Ingested(
-        trajectories=ref,
-        report=IngestReport(
-            n_files=tally.n_files,
-            n_trajectories=tally.n_trajectories,
-            n_turns=tally.n_turns,
-            by_format=dict(tally.by_format),
-            by_outcome=dict(tally.by_outcome),
-            by_exit_status=dict(tally.by_exit_status),
-            redact=config.redact,
-            quarantined=tuple(tally.quarantined),
-        ),
-    )
+    return Ingested(trajectories=ref, report=report)

@@ -12,21 +12,41 @@ from artifacts.store import file_sha256
 from schemas.errors import UserError
 
 
+def path_name(path: Path) -> str:
+    """The path as valid text: names of files are bytes and may hold anything."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
 @dataclass(frozen=True)
 class InputFile:
-    """One file on disk, as found. `problem` says why it cannot be read at all."""
+    """One file on disk, as found, or a data set by name. `problem` says why it cannot be read at all."""
 
     path: Path
-    size_bytes: int
-    mtime_ns: int
+    size_bytes: int = 0
+    mtime_ns: int = 0
     problem: str | None = None
+    dataset: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{DATASET_PREFIX}{self.dataset}" if self.dataset else path_name(self.path)
+
+    def sha256(self) -> str:
+        """Of the content, or of what is known instead where there is none to read."""
+        if self.dataset is None and self.problem is None:
+            return file_sha256(self.path)
+        return hashlib.sha256(f"{self.name}\0{self.problem}".encode()).hexdigest()
+
+
+DATASET_PREFIX = "hf:"
+"""`hf:owner/name` or `hf:folder`, with an optional `:split`, names a Hugging Face data set."""
 
 
 def _stat(path: Path) -> InputFile:
     try:
         info = path.stat()
     except OSError as error:
-        return InputFile(path, 0, 0, f"cannot be read: {error.strerror}")
+        return InputFile(path, problem=f"cannot be read: {error.strerror}")
     problem = None if stat.S_ISREG(info.st_mode) else "not a regular file"  # opening a FIFO would wait for ever
     return InputFile(path, info.st_size, info.st_mtime_ns, problem)
 
@@ -64,6 +84,10 @@ def find_files(paths: Iterable[str]) -> Iterator[InputFile]:
     """
     seen: set[Path] = set()
     for given in paths:
+        if given.startswith(DATASET_PREFIX):
+            name = given.removeprefix(DATASET_PREFIX)
+            yield InputFile(Path(given), dataset=name)
+            continue
         n_found = 0
         for path in _expand(given):
             n_found += 1
@@ -81,5 +105,5 @@ def find_files(paths: Iterable[str]) -> Iterator[InputFile]:
 
 def files_digest(files: Iterable[InputFile]) -> str:
     """sha256 over the sorted list of paths and contents: a changed, added or removed file changes it."""
-    lines = sorted(f"{file.path}\0{file.problem or file_sha256(file.path)}" for file in files)
-    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    lines = sorted(f"{file.name}\0{file.sha256()}" for file in files)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -26,7 +26,12 @@ def read_all(shared: Path) -> dict[str, list[Trajectory]]:
             elif name not in TABLE["no_run"]:
                 runs[name] = find_adapter(document).read_document(document)
     index = SideIndex(facts)
-    return {name: [index.join(run) for run in found] for name, found in runs.items()}
+    return {name: [with_outcome(index, run) for run in found] for name, found in runs.items()}
+
+
+def with_outcome(index: SideIndex, run: Trajectory) -> Trajectory:
+    outcome, exit_status = index.join(run.task_id, run.source_path, run.outcome, run.exit_status)
+    return run.model_copy(update={"outcome": outcome, "exit_status": exit_status})
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +101,9 @@ def test_unpaired_results_and_repeated_turns(runs: dict[str, list[Trajectory]]) 
                 for message in run.messages
             )
             # ids alone repeat in a real file (a model gave two calls one id), whole calls must not
-            made = [call for message in run.messages for call in message.tool_calls if call.call_id]
+            made = [
+                call for message in run.messages if message.trainable for call in message.tool_calls if call.call_id
+            ]
             assert len(made) == len(set(made)), name
     assert {name: n for name, n in unpaired.items() if n} == UNPAIRED_RESULTS
 

@@ -84,4 +84,4 @@ def read(document: Document) -> list[Trajectory]:
     return runs
 
 
-ADAPTER = Adapter(NAME, detect, read)
+ADAPTER = Adapter(NAME, detect, read, by_record=True)

@@ -21,6 +21,10 @@ class Adapter:
     name: str
     detect: Callable[[Document], bool]
     read: Callable[[Document], list[Trajectory]]
+    by_record: bool = False
+    """Every line is a run of its own, so that files larger than memory can be read in pieces."""
+    snapshots: bool = False
+    """The log repeats a growing conversation: runs that are the opening of another are earlier states of it."""
 
     def parse(self, data: bytes, path: str = "") -> list[Trajectory]:
         """bytes of one file -> its trajectories.
@@ -37,6 +41,8 @@ class Adapter:
         except ValidationError as error:
             first = error.errors()[0]
             raise SourceError(f"{self.name}: {first['msg']} at {'.'.join(map(str, first['loc']))}") from error
+        except RecursionError as error:
+            raise SourceError(f"{self.name}: nested too deeply") from error
 
 
 def as_dict(value: Any, what: str = "value") -> dict[str, Any]:

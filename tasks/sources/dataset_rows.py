@@ -168,6 +168,6 @@ def _read_nebius(document: Document) -> list[Trajectory]:
     return runs
 
 
-SWE_SMITH = Adapter("swe-smith", _detect_swe_smith, _read_swe_smith)
-SWE_GYM = Adapter("swe-gym", _detect_swe_gym, _read_swe_gym)
-NEBIUS = Adapter("nebius", _detect_nebius, _read_nebius)
+SWE_SMITH = Adapter("swe-smith", _detect_swe_smith, _read_swe_smith, by_record=True)
+SWE_GYM = Adapter("swe-gym", _detect_swe_gym, _read_swe_gym, by_record=True)
+NEBIUS = Adapter("nebius", _detect_nebius, _read_nebius, by_record=True)

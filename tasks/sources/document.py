@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
+import re2
 import yaml
 
 
@@ -23,7 +24,8 @@ class Document:
     """One log file, parsed once.
 
     kind "json": `value` is the JSON value. "jsonl": `value` is the list of the lines' values. "yaml": the YAML value.
-    "text": a str. `problems` names the damaged lines that were left out.
+    "text": a str. `problems` names the damaged lines that were left out, `n_replaced` counts characters that were no
+    valid Unicode.
     """
 
     path: str
@@ -31,6 +33,7 @@ class Document:
     kind: Literal["json", "jsonl", "yaml", "text"]
     value: Any
     problems: tuple[str, ...] = field(default=())
+    n_replaced: int = 0
 
     @property
     def records(self) -> list[Any]:
@@ -48,27 +51,48 @@ class Document:
         return records[0] if records and isinstance(records[0], dict) else {}
 
 
-_LONG_INTEGER = re.compile(rb"[:,\[\s]-?\d{19}")
+_LONG_INTEGER = re2.compile(rb"[:,\[\s]-?[0-9]{19}")
 _YAML_START = re.compile(r"(?:#[^\n]*\n|---\s*\n|\s*\n)*[\w.\"'-]+:(?:\s|$)")
 _MAX_YAML_ALIASES = 100
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _without_surrogates(value: Any) -> tuple[Any, int]:
+    """(the value with lone surrogates as U+FFFD, how many): they are legal in JSON escapes and in no UTF-8 text."""
+    if isinstance(value, str):
+        return _SURROGATE.subn("\ufffd", value)
+    if isinstance(value, list):
+        items = [_without_surrogates(item) for item in value]
+        return [item for item, _ in items], sum(n for _, n in items)
+    if isinstance(value, dict):
+        pairs = [(_without_surrogates(key), _without_surrogates(item)) for key, item in value.items()]
+        return {key[0]: item[0] for key, item in pairs}, sum(key[1] + item[1] for key, item in pairs)
+    return value, 0
+
+
+def _loads(raw: bytes) -> tuple[Any, int]:
+    if not _LONG_INTEGER.search(raw):  # orjson turns integers beyond 64 bits into floats
+        try:
+            return orjson.loads(raw), 0
+        except orjson.JSONDecodeError:
+            pass
+    text = raw.decode("utf-8", "replace")
+    try:
+        value, n_replaced = _without_surrogates(json.loads(text))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value, n_replaced + max(0, text.count("\ufffd") - raw.count(b"\xef\xbf\xbd"))
+
+
 def loads(data: bytes | str) -> Any:
-    """JSON to Python. NaN, lone surrogates and integers beyond 64 bits keep their value.
+    """JSON to Python. NaN and integers beyond 64 bits keep their value; what is no valid Unicode becomes U+FFFD.
 
     Raises:
         ValueError: not JSON, or nested too deeply.
     """
-    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-    if not _LONG_INTEGER.search(raw):  # orjson turns integers beyond 64 bits into floats
-        try:
-            return orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            pass
-    try:
-        return json.loads(raw.decode("utf-8", "surrogateescape"))
-    except RecursionError as error:
-        raise ValueError("JSON nested too deeply") from error
+    return _loads(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)[0]
 
 
 def _as_utf8(data: bytes) -> bytes:
@@ -79,18 +103,23 @@ def _as_utf8(data: bytes) -> bytes:
     return data
 
 
-def _read_lines(data: bytes) -> tuple[list[Any], list[str]]:
+def read_lines(data: bytes) -> tuple[list[Any], list[str], int]:
+    """(values of the lines that are whole, what is wrong with the others, characters replaced)."""
     values: list[Any] = []
     problems: list[str] = []
+    n_replaced = 0
     for number, line in enumerate(data.split(b"\n"), start=1):
         line = line.strip().removeprefix(b"\xef\xbb\xbf")  # appended files can carry a mark in the middle
         if not line:
             continue
         try:
-            values.append(loads(line))
+            value, n = _loads(line)
         except ValueError as error:
             problems.append(f"line {number}: {error}")
-    return values, problems
+            continue
+        values.append(value)
+        n_replaced += n
+    return values, problems, n_replaced
 
 
 def _read_yaml(text: str) -> Any:
@@ -103,13 +132,13 @@ def _read_yaml(text: str) -> Any:
         raise SourceError("neither JSON, JSON Lines, YAML nor a known text log") from error
 
 
-def read_document(data: bytes, path: str = "") -> Document:
+def read_document(data: bytes, path: str = "", *, sha256: str | None = None) -> Document:
     """Parses the bytes of one file.
 
     Raises:
         SourceError: empty, truncated before the first whole record, or no known notation.
     """
-    sha256 = hashlib.sha256(data).hexdigest()
+    sha256 = sha256 or hashlib.sha256(data).hexdigest()
     body = _as_utf8(data).strip()
     if not body:
         raise SourceError("empty file")
@@ -117,12 +146,13 @@ def read_document(data: bytes, path: str = "") -> Document:
         raise SourceError("binary data, not a log")
     if body[:1] in b"{[":
         try:
-            return Document(path, sha256, "json", loads(body))
+            value, n_replaced = _loads(body)
+            return Document(path, sha256, "json", value, n_replaced=n_replaced)
         except ValueError as error:
             first_problem = str(error)
-        values, problems = _read_lines(body)
+        values, problems, n_replaced = read_lines(body)
         if any(isinstance(value, dict) for value in values):
-            return Document(path, sha256, "jsonl", values, tuple(problems))
+            return Document(path, sha256, "jsonl", values, tuple(problems), n_replaced)
         raise SourceError(f"not valid JSON: {first_problem}")
     text = body.decode("utf-8", "replace").replace("\r\n", "\n")
     if _YAML_START.match(text):

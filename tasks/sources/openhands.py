@@ -14,6 +14,7 @@ from tasks.sources.document import Document, SourceError
 from tasks.sources.text_calls import exit_code_failed
 
 NAME = "openhands"
+ROWS_NAME = "openhands-eval"
 
 _BOOKKEEPING = ("system", "recall", "change_agent_state", "null", "condensation", "condensation_request", "pause")
 _SILENT = ("null", "agent_state_changed", "recall", "condense", "user_rejected_null")
@@ -36,10 +37,11 @@ def _history(row: dict[str, Any]) -> list[Any] | None:
     return None
 
 
-def detect(document: Document) -> bool:
-    first = document.first
-    if _history(first) is not None:
-        return True
+def _detect_rows(document: Document) -> bool:
+    return _history(document.first) is not None
+
+
+def _detect_events(document: Document) -> bool:
     events = document.records[:3]
     return bool(events) and all(_is_event(event) and ("source" in event or "args" in event) for event in events)
 
@@ -161,7 +163,7 @@ def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
     messages, tools = read_events(dicts(as_list(row.get("history"), "history")), user="harness")
     return build(
         document,
-        NAME,
+        ROWS_NAME,
         messages,
         instance_id=_row_instance(row),
         outcome=_row_outcome(row),
@@ -173,9 +175,14 @@ def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
     )
 
 
-def read(document: Document) -> list[Trajectory]:
-    if _history(document.first) is not None:
-        return [_read_row(document, row) for row in dicts(document.records)]
+def _read_rows(document: Document) -> list[Trajectory]:
+    runs = [_read_row(document, row) for row in dicts(document.records)]
+    if not runs:
+        raise SourceError("openhands-eval: no row in the file")
+    return runs
+
+
+def _read_events(document: Document) -> list[Trajectory]:
     events = dicts(document.records)
     if not events:
         raise SourceError("openhands: no event in the file")
@@ -184,4 +191,5 @@ def read(document: Document) -> list[Trajectory]:
     return [build(document, NAME, messages, agent=NAME, model=next(filter(None, models), None), tools_json=tools)]
 
 
-ADAPTER = Adapter(NAME, detect, read)
+EVENTS = Adapter(NAME, _detect_events, _read_events)
+ROWS = Adapter(ROWS_NAME, _detect_rows, _read_rows, by_record=True)

@@ -143,4 +143,4 @@ def _read_log(document: Document) -> list[Trajectory]:
 
 
 EVENTS = Adapter(EVENTS_NAME, _detect_events, _read_events)
-LLM_LOG = Adapter(LOG_NAME, _detect_log, _read_log)
+LLM_LOG = Adapter(LOG_NAME, _detect_log, _read_log, by_record=True, snapshots=True)

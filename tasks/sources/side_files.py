@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from schemas.trajectory import Outcome, Trajectory
-from tasks.sources.base import get, instance_task, reward_outcome, string
+from schemas.trajectory import Outcome
+from tasks.sources.base import get, instance_task, reward_outcome
 from tasks.sources.document import Document
 
 
@@ -136,22 +136,19 @@ class SideIndex:
             return None
         return (1, folders.index(fact.folder), fact.path)
 
-    def join(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with what the side files say. What a log itself knows from tests or rewards stays."""
-        parent = PurePosixPath(trajectory.source_path).parent
+    def join(
+        self, task_id: str, source_path: str, outcome: Outcome, exit_status: str | None
+    ) -> tuple[Outcome, str | None]:
+        """(outcome, exit status) with what the side files say. What a log itself knows from tests or rewards stays."""
+        parent = PurePosixPath(source_path).parent
         folders = [str(folder) for folder in reversed([parent, *parent.parents])]
-        facts = [*self._by_task.get(trajectory.task_id, ()), *self._by_task.get(None, ())]
+        facts = [*self._by_task.get(task_id, ()), *self._by_task.get(None, ())]
         ranked = sorted(
             ((rank, fact) for fact in facts if (rank := self._rank(fact, folders)) is not None),
             key=lambda pair: pair[0],
             reverse=True,
         )
-        outcome = next((fact.outcome for _, fact in ranked if fact.outcome is not None), None)
-        exit_status = next((fact.exit_status for _, fact in ranked if fact.exit_status is not None), None)
-        known = trajectory.outcome.status != "unknown" and trajectory.outcome.source not in ("agent", "none")
-        return trajectory.model_copy(
-            update={
-                "outcome": trajectory.outcome if known or outcome is None else outcome,
-                "exit_status": string(trajectory.exit_status) or exit_status,
-            }
-        )
+        said = next((fact.outcome for _, fact in ranked if fact.outcome is not None), None)
+        ended = next((fact.exit_status for _, fact in ranked if fact.exit_status is not None), None)
+        known = outcome.status != "unknown" and outcome.source not in ("agent", "none")
+        return outcome if known or said is None else said, exit_status or ended

@@ -49,4 +49,4 @@ def read(document: Document) -> list[Trajectory]:
     return rows
 
 
-ADAPTER = Adapter(NAME, detect, read)
+ADAPTER = Adapter(NAME, detect, read, by_record=True)

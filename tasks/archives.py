@@ -1,0 +1,292 @@
+"""Members of archives and pieces of files larger than memory. Nothing is ever unpacked to disk.
+
+Every limit is on bytes after decompression, so a decompression bomb ends where the limit is reached.
+"""
+
+import gzip
+import io
+import lzma
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from artifacts.store import file_sha256
+from tasks.input_files import path_name
+from tasks.sources import Document, SourceError, find_adapter, read_document
+from tasks.sources.document import read_lines
+
+MAX_DOCUMENT_BYTES = 256 << 20
+"""A longer document, line or member is refused: parsed, it would take several times as much memory."""
+
+_PIECE_BYTES = 16 << 20
+_ZIP_ZSTANDARD = 93  # Python's zipfile reads it from 3.14 on
+_MIN_TOTAL_BYTES = 4 << 30
+_MAX_RATIO = 200
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A member or a whole file that gives no document, and why."""
+
+    path: str
+    reason: str
+
+
+def _read_limited(stream: IO[bytes]) -> bytes:
+    data = stream.read(MAX_DOCUMENT_BYTES + 1)
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise SourceError(f"larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
+    return data
+
+
+def _unsafe(name: str) -> bool:
+    path = PurePosixPath(name.replace("\\", "/"))
+    return path.is_absolute() or ".." in path.parts or (len(name) > 1 and name[1] == ":")
+
+
+class _Budget:
+    """Total bytes that may come out of one archive."""
+
+    def __init__(self, compressed_bytes: int) -> None:
+        self.left = max(_MIN_TOTAL_BYTES, _MAX_RATIO * compressed_bytes)
+
+    def spend(self, n_bytes: int) -> None:
+        self.left -= n_bytes
+        if self.left < 0:
+            raise SourceError("archive unpacks to far more than its size: a decompression bomb")
+
+
+def _member_document(data: bytes, path: str) -> Document | Unreadable:
+    if data[:4] in (b"PK\x03\x04", b"PAR1") or data[:2] == b"\x1f\x8b" or data[257:262] == b"ustar":
+        return Unreadable(path, "an archive inside an archive: unpack the outer one first")
+    try:
+        return read_document(data, path)
+    except SourceError as error:
+        return Unreadable(path, str(error))
+
+
+# zip ------------------------------------------------------------------------------------------------------------
+
+
+def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    if info.file_size > MAX_DOCUMENT_BYTES:
+        raise SourceError(f"larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
+    try:
+        if info.compress_type != _ZIP_ZSTANDARD:
+            with archive.open(info) as stream:
+                return _read_limited(stream)
+        raw = archive.fp
+        if raw is None:
+            raise SourceError("closed archive")
+        raw.seek(info.header_offset + 26)  # two lengths of the local header, which may differ from the directory's
+        name_bytes, extra_bytes = (int.from_bytes(raw.read(2), "little") for _ in range(2))
+        raw.seek(info.header_offset + 30 + name_bytes + extra_bytes)
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw.read(info.compress_size))) as stream:
+            return _read_limited(stream)
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        EOFError,
+        OSError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
+        raise SourceError(f"damaged member: {error}") from error
+    except zstandard.ZstdError as error:
+        raise SourceError(f"damaged member: {error}") from error
+
+
+def _is_eval_log(names: set[str]) -> bool:
+    return "header.json" in names and any(name.startswith("samples/") for name in names)
+
+
+def _eval_log(archive: zipfile.ZipFile, path: str, budget: _Budget) -> Iterator[Document | Unreadable]:
+    """inspect_ai's `.eval`: each sample with the header that says which task and model it belongs to."""
+    header = read_document(_zip_member(archive, archive.getinfo("header.json")), path).first
+    for info in archive.infolist():
+        if not info.filename.startswith("samples/"):
+            continue
+        member = f"{path}!/{info.filename}"
+        try:
+            data = _zip_member(archive, info)
+            budget.spend(len(data))
+            sample = read_document(data, member)
+        except SourceError as error:
+            yield Unreadable(member, str(error))
+            continue
+        yield Document(member, sample.sha256, "json", {**header, "plan": {}, "samples": sample.records})
+
+
+def _zip_documents(file: Path) -> Iterator[Document | Unreadable]:
+    path = path_name(file)
+    budget = _Budget(file.stat().st_size)
+    with zipfile.ZipFile(file) as archive:
+        if _is_eval_log(set(archive.namelist())):
+            yield from _eval_log(archive, path, budget)
+            return
+        for info in archive.infolist():
+            member = f"{path}!/{info.filename}"
+            if info.is_dir():
+                continue
+            if _unsafe(info.filename):
+                yield Unreadable(member, "member name leads outside the archive")
+                continue
+            if (info.external_attr >> 28) == 0xA:
+                yield Unreadable(member, "a link, not a file")
+                continue
+            try:
+                data = _zip_member(archive, info)
+            except SourceError as error:
+                yield Unreadable(member, str(error))
+                continue
+            budget.spend(len(data))
+            yield _member_document(data, member)
+
+
+# tar and gzip ---------------------------------------------------------------------------------------------------
+
+
+def _tar_documents(file: Path, stream: IO[bytes]) -> Iterator[Document | Unreadable]:
+    path = path_name(file)
+    budget = _Budget(file.stat().st_size)
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for info in archive:
+            member = f"{path}!/{info.name}"
+            if info.isdir():
+                continue
+            if not info.isreg():
+                yield Unreadable(member, "a link or device, not a file")
+                continue
+            if _unsafe(info.name):
+                yield Unreadable(member, "member name leads outside the archive")
+                continue
+            budget.spend(info.size)
+            if info.size > MAX_DOCUMENT_BYTES:
+                yield Unreadable(member, f"larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
+                continue
+            content = archive.extractfile(info)
+            yield _member_document(content.read() if content else b"", member)
+
+
+def _gzip_documents(file: Path) -> Iterator[Document | Unreadable]:
+    with gzip.open(file) as probe:
+        is_tar = probe.read(262)[257:262] == b"ustar"
+    with gzip.open(file) as unpacked:
+        stream = cast("IO[bytes]", unpacked)
+        if is_tar:
+            yield from _tar_documents(file, stream)
+        else:
+            yield from _stream_documents(file, stream)
+
+
+# files larger than memory ---------------------------------------------------------------------------------------
+
+
+def _whole_lines(stream: IO[bytes], head: bytes, problems: list[str]) -> Iterator[bytes]:
+    """Pieces of whole lines; a line beyond the limit is skipped without being held."""
+    rest, skipping, number = head, False, 0
+    while chunk := stream.read(_PIECE_BYTES):
+        rest += chunk
+        cut = rest.rfind(b"\n") + 1
+        if skipping and cut:
+            first = rest.find(b"\n") + 1
+            rest, cut, skipping = rest[first:], cut - first, False
+        if cut > 0:
+            yield rest[:cut]
+            rest = rest[cut:]
+        if len(rest) > MAX_DOCUMENT_BYTES:
+            number += 1
+            problems.append(f"a line longer than {MAX_DOCUMENT_BYTES >> 20} MiB (number {number} of that kind)")
+            rest, skipping = b"", True
+    if rest and not skipping:
+        yield rest
+
+
+def _stream_documents(file: Path, stream: IO[bytes]) -> Iterator[Document | Unreadable]:
+    """One document, or pieces of it where every line is a run of its own."""
+    path = path_name(file)
+    head = stream.read(_PIECE_BYTES)
+    if len(head) < _PIECE_BYTES:
+        yield read_document(head, path)
+        return
+    sha256 = file_sha256(file)
+    first_line = head[: head.find(b"\n")] if b"\n" in head else b""
+    values, _, _ = read_lines(first_line.removeprefix(b"\xef\xbb\xbf"))
+    if values and find_adapter(Document(path, sha256, "jsonl", values)).by_record:
+        problems: list[str] = []
+        for piece in _whole_lines(stream, head, problems):
+            values, broken, n_replaced = read_lines(piece.removeprefix(b"\xef\xbb\xbf"))
+            if values or broken or problems:
+                yield Document(path, sha256, "jsonl", values, (*problems, *broken), n_replaced)
+            problems.clear()
+        if problems:
+            yield Document(path, sha256, "jsonl", [], tuple(problems))
+        return
+    rest = stream.read(MAX_DOCUMENT_BYTES + 1 - len(head))
+    if len(head) + len(rest) > MAX_DOCUMENT_BYTES:
+        raise SourceError(f"one document larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
+    yield read_document(head + rest, path, sha256=sha256)
+
+
+def _parquet_documents(file: Path) -> Iterator[Document]:
+    sha256 = file_sha256(file)
+    with pq.ParquetFile(file) as table:
+        for batch in table.iter_batches(batch_size=32):
+            yield Document(path_name(file), sha256, "jsonl", batch.to_pylist())
+
+
+def file_documents(file: Path) -> Iterator[Document | Unreadable]:
+    """The documents of one file, in order, one in memory at a time. What the file is, is told by its first bytes.
+
+    Raises:
+        SourceError: the file as a whole cannot be read; documents given before that are good.
+    """
+    try:
+        with file.open("rb") as stream:
+            magic = stream.read(262)
+            stream.seek(0)
+            if magic[:4] == b"PK\x03\x04":
+                yield from _zip_documents(file)
+            elif magic[:2] == b"\x1f\x8b":
+                yield from _gzip_documents(file)
+            elif magic[257:262] == b"ustar":
+                yield from _tar_documents(file, stream)
+            elif magic[:4] == b"PAR1":
+                yield from _parquet_documents(file)
+            else:
+                yield from _stream_documents(file, stream)
+    except (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, pa.ArrowInvalid) as error:
+        raise SourceError(f"damaged archive: {error}") from error
+    except OSError as error:
+        raise SourceError(f"cannot be read: {error.strerror or error}") from error
+
+
+def dataset_documents(name: str) -> Iterator[Document]:
+    """Rows of a Hugging Face data set, streamed: `owner/name` or a local folder, with an optional `:split`.
+
+    Raises:
+        SourceError: it cannot be loaded.
+    """
+    from datasets import load_dataset  # slow to import, and rarely wanted
+
+    location, _, split = name.partition(":")
+    rows: list[Any] = []
+    try:
+        for row in load_dataset(location, split=split or "train", streaming=True):
+            rows.append(row)
+            if len(rows) == 32:
+                yield Document(f"hf:{name}", "", "jsonl", rows)
+                rows = []
+    except (OSError, ValueError, pa.ArrowInvalid) as error:
+        raise SourceError(f"data set cannot be loaded: {error}") from error
+    if rows:
+        yield Document(f"hf:{name}", "", "jsonl", rows)

@@ -1,0 +1,197 @@
+"""What was read on earlier nights: which file holds which runs, and where their rows lie. SQLite beside the store.
+
+Rows lie in segments, Arrow files written once. A file whose size and time are unchanged is not opened again; a removed
+file simply is not asked for. Everything here can be deleted: it is then read anew.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.input_files import InputFile
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS files (
+    file TEXT PRIMARY KEY, size_bytes INTEGER, mtime_ns INTEGER, notes TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS runs (
+    file TEXT NOT NULL, seq INTEGER NOT NULL, segment TEXT NOT NULL, row INTEGER NOT NULL,
+    trajectory_id TEXT NOT NULL, task_id TEXT NOT NULL, source_path TEXT NOT NULL, source_format TEXT NOT NULL,
+    status TEXT NOT NULL, source TEXT NOT NULL, score REAL, exit_status TEXT,
+    n_messages INTEGER, n_turns INTEGER, n_calls INTEGER, n_observations INTEGER, n_unpaired INTEGER, n_chars INTEGER,
+    tail TEXT, PRIMARY KEY (file, seq)
+);
+CREATE TABLE IF NOT EXISTS openings (digest TEXT, file TEXT, seq INTEGER);
+CREATE INDEX IF NOT EXISTS openings_by_digest ON openings (digest);
+CREATE INDEX IF NOT EXISTS openings_by_file ON openings (file);
+"""
+
+RUN_FIELDS = (
+    *("file", "seq", "segment", "row", "trajectory_id", "task_id", "source_path", "source_format"),
+    *("status", "source", "score", "exit_status", "n_messages", "n_turns", "n_calls", "n_observations"),
+    *("n_unpaired", "n_chars", "tail"),
+)
+
+
+@dataclass
+class RunEntry:
+    """One run as the catalog knows it; the fields of the table `runs`."""
+
+    file: str
+    seq: int
+    segment: str
+    row: int
+    trajectory_id: str
+    task_id: str
+    source_path: str
+    source_format: str
+    status: str
+    source: str
+    score: float | None
+    exit_status: str | None
+    n_messages: int
+    n_turns: int
+    n_calls: int
+    n_observations: int
+    n_unpaired: int
+    n_chars: int
+    tail: str | None
+    """Digest of all messages, for formats that repeat a growing conversation; None for the others."""
+
+
+@dataclass(frozen=True)
+class FileNotes:
+    """What a file gave besides runs: statements about runs, what was refused, what was replaced."""
+
+    facts: list[dict[str, object]]
+    quarantined: list[tuple[str, str]]
+    damaged: list[tuple[str, str]]
+    redactions: dict[str, int]
+    n_replaced: int
+
+
+class Catalog:
+    """One open catalog. Everything between two `commit`s happens or does not."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+
+    def begin(self) -> None:
+        """A new list of the files that are asked for."""
+        self._db.execute("CREATE TEMP TABLE wanted (position INTEGER PRIMARY KEY, file TEXT UNIQUE)")
+        self._db.execute(
+            "CREATE TEMP TABLE kept (position INTEGER, seq INTEGER, file TEXT, status TEXT, source TEXT, "
+            "score REAL, exit_status TEXT, PRIMARY KEY (position, seq))"
+        )
+
+    def want(self, file: InputFile) -> bool:
+        """Asks for a file; True when it was read before and has not changed."""
+        self._db.execute("INSERT OR IGNORE INTO wanted (file) VALUES (?)", (file.name,))
+        row = self._db.execute("SELECT size_bytes, mtime_ns FROM files WHERE file = ?", (file.name,)).fetchone()
+        return row == (file.size_bytes, file.mtime_ns) and file.dataset is None and file.problem is None
+
+    def forget(self, name: str) -> None:
+        for table in ("files", "runs", "openings"):
+            self._db.execute(f"DELETE FROM {table} WHERE file = ?", (name,))
+
+    def put(
+        self, file: InputFile, notes: FileNotes, runs: Iterable[RunEntry], openings: Iterable[tuple[str, int]]
+    ) -> None:
+        """Records a file with everything that it gave, in place of what it gave before."""
+        self.forget(file.name)
+        self._db.execute(
+            "INSERT INTO files VALUES (?, ?, ?, ?)",
+            (file.name, file.size_bytes, file.mtime_ns, json.dumps(vars(notes))),
+        )
+        marks = ", ".join("?" * len(RUN_FIELDS))
+        self._db.executemany(
+            f"INSERT INTO runs VALUES ({marks})", ([getattr(run, name) for name in RUN_FIELDS] for run in runs)
+        )
+        self._db.executemany(
+            "INSERT INTO openings VALUES (?, ?, ?)", ((digest, file.name, seq) for digest, seq in openings)
+        )
+
+    def commit(self) -> None:
+        self._db.commit()
+
+    def notes(self) -> Iterator[FileNotes]:
+        """Notes of the wanted files, in order."""
+        rows = self._db.execute("SELECT notes FROM wanted JOIN files USING (file) ORDER BY position")
+        for (text,) in rows:
+            yield FileNotes(**json.loads(text))
+
+    def runs(self) -> Iterator[tuple[int, RunEntry]]:
+        """(position of the file, run) of the wanted files, in order."""
+        columns = ", ".join(f"runs.{name}" for name in RUN_FIELDS)
+        rows = self._db.execute(f"SELECT position, {columns} FROM wanted JOIN runs USING (file) ORDER BY position, seq")
+        for position, *values in rows:
+            yield position, RunEntry(*values)
+
+    def keep(self, position: int, run: RunEntry) -> None:
+        """Records a run with its joined outcome."""
+        self._db.execute(
+            "INSERT INTO kept VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (position, run.seq, run.file, run.status, run.source, run.score, run.exit_status),
+        )
+
+    def drop(self, file: str, seq: int) -> None:
+        self._db.execute("DELETE FROM kept WHERE file = ? AND seq = ?", (file, seq))
+
+    _SAME = """
+        SELECT file, seq, source_path, kept_path FROM (
+            SELECT kept.file, kept.seq, runs.source_path,
+                   row_number() OVER same AS place, first_value(runs.source_path) OVER same AS kept_path
+            FROM kept JOIN runs USING (file, seq)
+            WINDOW same AS (PARTITION BY runs.trajectory_id
+                            ORDER BY kept.status = 'unknown', runs.n_messages DESC, kept.position, kept.seq)
+        ) WHERE place > 1
+    """
+    _OPENING = """
+        SELECT DISTINCT kept.file, kept.seq, runs.source_path, longer.source_path
+        FROM kept JOIN runs USING (file, seq)
+        JOIN openings ON openings.digest = runs.tail
+        JOIN kept AS other ON other.file = openings.file AND other.seq = openings.seq
+        JOIN runs AS longer ON longer.file = openings.file AND longer.seq = openings.seq
+        WHERE longer.n_messages > runs.n_messages
+        GROUP BY kept.file, kept.seq
+    """
+
+    def repeats(self) -> list[tuple[str, int, str, str]]:
+        """(file, seq, path, path of the one that stays): equal runs, and earlier states of a growing conversation."""
+        return [*self._db.execute(self._SAME), *self._db.execute(self._OPENING)]
+
+    def kept(self, *, by_task: bool = False) -> Iterator[RunEntry]:
+        """The runs that stay, with their joined outcomes; in order, or grouped by task."""
+        order = "runs.task_id, kept.status, kept.position, kept.seq" if by_task else "kept.position, kept.seq"
+        columns = ", ".join(
+            f"kept.{name}" if name in ("status", "source", "score", "exit_status") else f"runs.{name}"
+            for name in RUN_FIELDS
+        )
+        for row in self._db.execute(f"SELECT {columns} FROM kept JOIN runs USING (file, seq) ORDER BY {order}"):
+            yield RunEntry(*row)
+
+    def segments(self) -> set[str]:
+        """Names of the segments that some run still lies in."""
+        return {name for (name,) in self._db.execute("SELECT DISTINCT segment FROM runs")}
+
+    def forget_missing(self) -> None:
+        """Forgets files that are on disk no more."""
+        gone = [name for (name,) in self._db.execute("SELECT file FROM files") if not Path(name).exists()]
+        for name in gone:
+            self.forget(name)
+
+
+@contextmanager
+def open_catalog(folder: Path) -> Iterator[Catalog]:
+    """The catalog in `folder`, for one process at a time; a second one waits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(folder / "catalog.sqlite", timeout=3600)) as connection:
+        connection.executescript(_TABLES)
+        connection.execute("BEGIN IMMEDIATE")
+        catalog = Catalog(connection)
+        catalog.begin()
+        yield catalog
+        connection.commit()

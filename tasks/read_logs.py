@@ -1,0 +1,188 @@
+"""Reading half of ingestion: files -> runs, redacted, in segments that the catalog knows."""
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from artifacts.tables import write_table
+from schemas.config import SourceConfig
+from schemas.tables import TRAJECTORIES
+from schemas.trajectory import Trajectory
+from tasks.archives import Unreadable, dataset_documents, file_documents
+from tasks.catalog import Catalog, FileNotes, RunEntry
+from tasks.input_files import InputFile
+from tasks.redact import redact
+from tasks.sources import Adapter, Document, SourceError, find_adapter
+from tasks.sources.base import digest
+from tasks.sources.side_files import SideFact, read_side_file
+
+ROWS_PER_BATCH = 16
+_RUNS_PER_SEGMENT = 4096
+_CHARS_PER_SEGMENT = 512 << 20
+
+
+@dataclass
+class _Read:
+    """What one file gives, gathered document by document."""
+
+    facts: list[SideFact] = field(default_factory=list)
+    quarantined: list[tuple[str, str]] = field(default_factory=list)
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+    redactions: Counter[str] = field(default_factory=Counter)
+    n_replaced: int = 0
+    entries: list[RunEntry] = field(default_factory=list)
+    openings: list[tuple[str, int]] = field(default_factory=list)
+
+    def notes(self) -> FileNotes:
+        facts = [
+            {**asdict(fact), "outcome": fact.outcome.model_dump() if fact.outcome else None} for fact in self.facts
+        ]
+        return FileNotes(facts, self.quarantined, self.damaged, dict(self.redactions), self.n_replaced)
+
+
+def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator[Trajectory]:
+    """The document's runs. Where every record is a run of its own, a bad one costs only itself."""
+    try:
+        yield from adapter.read_document(document)
+        return
+    except SourceError as error:
+        if not adapter.by_record or len(document.records) < 2:
+            raise
+        first_error = error
+    n_good = 0
+    for number, record in enumerate(document.records, start=1):
+        try:
+            runs = adapter.read_document(Document(document.path, document.sha256, "json", record))
+        except SourceError as error:
+            read.damaged.append((document.path, f"record {number}: {error}"))
+            continue
+        n_good += len(runs)
+        yield from runs
+    if not n_good:
+        raise first_error
+
+
+def _with_run(trajectory: Trajectory) -> Trajectory:
+    """Where the log names no run, the folder that holds the run's files does."""
+    if trajectory.run_id is not None:
+        return trajectory
+    folder = Path(trajectory.source_path).parent
+    if folder.name.startswith(trajectory.task_id):
+        folder = folder.parent
+    return trajectory.model_copy(update={"run_id": folder.name or None})
+
+
+def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Iterator[tuple[Adapter, Trajectory]]:
+    read.damaged += [(document.path, problem) for problem in document.problems]
+    read.n_replaced += document.n_replaced
+    if not document.value and document.problems:
+        return
+    try:
+        facts = read_side_file(document)
+        if facts is not None:
+            read.facts += facts
+            if not facts:
+                read.facts.append(SideFact(document.path, "", None))  # recognised, with nothing to join
+            return
+        adapter = find_adapter(document, config.format)
+        for trajectory in _read_records(adapter, document, read):
+            trajectory = _with_run(trajectory)
+            if config.redact:
+                trajectory, counts = redact(trajectory)
+                read.redactions += counts
+            yield adapter, trajectory
+    except SourceError as error:
+        read.quarantined.append((document.path, str(error)))
+
+
+def _file_runs(file: InputFile, config: SourceConfig, read: _Read) -> Iterator[tuple[Adapter, Trajectory]]:
+    if file.problem:
+        read.quarantined.append((file.name, file.problem))
+        return
+    try:
+        documents = dataset_documents(file.dataset) if file.dataset else file_documents(file.path)
+        for document in documents:
+            if isinstance(document, Unreadable):
+                read.quarantined.append((document.path, document.reason))
+            else:
+                yield from _document_runs(document, config, read)
+    except SourceError as error:
+        read.quarantined.append((file.name, str(error)))
+
+
+def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapter, run: Trajectory) -> RunEntry:
+    calls = {call.call_id for message in run.messages for call in message.tool_calls}
+    tail = None
+    if adapter.snapshots:
+        chain = [""]
+        for message in run.messages:
+            chain.append(digest(chain[-1], message.role, message.content, repr(message.tool_calls)))
+        tail = chain[-1]
+        read.openings += [(link, len(read.entries)) for link in chain[1:-1]]
+    return RunEntry(
+        file=file.name,
+        seq=len(read.entries),
+        segment=segment,
+        row=row,
+        trajectory_id=run.trajectory_id,
+        task_id=run.task_id,
+        source_path=run.source_path,
+        source_format=run.source_format,
+        status=run.outcome.status,
+        source=run.outcome.source,
+        score=run.outcome.score,
+        exit_status=run.exit_status,
+        n_messages=len(run.messages),
+        n_turns=run.n_turns,
+        n_calls=sum(len(message.tool_calls) + len(message.action_spans) for message in run.messages),
+        n_observations=sum(message.author == "environment" for message in run.messages),
+        n_unpaired=sum(
+            message.tool_call_id is not None and message.tool_call_id not in calls for message in run.messages
+        ),
+        n_chars=sum(
+            len(message.content)
+            + len(message.reasoning or "")
+            + sum(len(call.arguments) for call in message.tool_calls)
+            for message in run.messages
+        ),
+        tail=tail,
+    )
+
+
+class SegmentWriter:
+    """Reads files one after another and records each in the catalog once its rows are safe in a segment."""
+
+    def __init__(self, folder: Path, config: SourceConfig, catalog: Catalog, done: Callable[[], None]) -> None:
+        self.folder, self.config, self.catalog, self.done = folder, config, catalog, done
+        self._finished: list[tuple[InputFile, _Read]] = []
+
+    def _rows(self, files: Iterator[InputFile], segment: str) -> Iterator[dict[str, Any]]:
+        n_rows = n_chars = 0
+        for file in files:
+            read = _Read()
+            for adapter, trajectory in _file_runs(file, self.config, read):
+                entry = _entry(file, segment, n_rows, read, adapter, trajectory)
+                read.entries.append(entry)
+                n_rows += 1
+                n_chars += entry.n_chars
+                yield trajectory.model_dump()
+            self._finished.append((file, read))
+            self.done()
+            if n_rows >= _RUNS_PER_SEGMENT or n_chars >= _CHARS_PER_SEGMENT:
+                return
+
+    def write(self, files: Iterator[InputFile]) -> bool:
+        """One segment; False when there was no file left."""
+        segment = f"{uuid.uuid4().hex}.arrow"
+        path = self.folder / segment
+        n_rows = write_table(path, TRAJECTORIES, self._rows(files, segment), rows_per_batch=ROWS_PER_BATCH)
+        if not n_rows:
+            path.unlink()
+        for file, read in self._finished:
+            self.catalog.put(file, read.notes(), read.entries, read.openings)
+        any_file = bool(self._finished)
+        self._finished.clear()
+        return any_file
