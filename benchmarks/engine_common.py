@@ -35,8 +35,9 @@ def random_nf4_model(config: dict[str, Any], *, rank: int = 16) -> Any:
 
     LoRA's B is random too, so that every gradient is non-zero.
     """
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    import bitsandbytes.nn as quantised
 
+    make_weight: Any = quantised.Params4bit
     torch.manual_seed(0)
     kind = AutoConfig.for_model(**config)
     with torch.device("meta"):
@@ -48,12 +49,12 @@ def random_nf4_model(config: dict[str, Any], *, rank: int = 16) -> Any:
                 old = getattr(part, name, None)
                 if old is None:
                     continue
-                new = Linear4bit(
+                new = quantised.Linear4bit(
                     old.in_features, old.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4",
                     compress_statistics=True, device="meta",
                 )  # fmt: skip
                 weight = torch.randn(old.out_features, old.in_features, device="cuda", dtype=torch.bfloat16)
-                packed: Any = Params4bit(
+                packed: Any = make_weight(
                     weight.mul_(0.02).cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True
                 )
                 new.weight = packed.to("cuda")

@@ -37,9 +37,9 @@ def attention_errors(n_tokens: int = 1000) -> dict[str, list[float]]:
     torch.manual_seed(0)
     q, k, v = (torch.randn(n_tokens, n, 128, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
     grad = torch.randn_like(q)
-    exact = [x.double() for x in (grad, q, k, v)]
-    out, lse = BACKENDS["math"].forward(*exact[1:], 128**-0.5)
-    want = [out, *BACKENDS["math"].backward(*exact, out, lse, 128**-0.5)]
+    exact_grad, *exact = (x.double() for x in (grad, q, k, v))
+    out, lse = BACKENDS["math"].forward(exact[0], exact[1], exact[2], 128**-0.5)
+    want = [out, *BACKENDS["math"].backward(exact_grad, exact[0], exact[1], exact[2], out, lse, 128**-0.5)]
     errors = {}
     for name in ("cudnn", "flash"):
         out, lse = BACKENDS[name].forward(q, k, v, 128**-0.5)
@@ -60,7 +60,7 @@ def run(model: Any, scorer: Scorer, branch: tuple[Tensor, ...]) -> tuple[Tensor,
 
 
 def compare(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> dict[str, float]:
-    """Residuals of the scores (nats), cosine and relative error of the whole gradient, and the worst tensor's cosine."""
+    """Residuals of the scores (nats), cosine and relative error of the gradient, and the worst tensor's cosine."""
     residual_P = (got[0] - want[0]).abs()
     mine, true = (torch.cat([grads[name].flatten() for name in want[1]]).double() for grads in (got[1], want[1]))
     cosines = [
