@@ -14,6 +14,7 @@ artifacts = typer.Typer(help="What the artifact store holds.", **_OPTIONS)
 app.add_typer(artifacts, name="artifacts")
 
 Config = Annotated[Path, typer.Argument(help="run configuration, a TOML file (see configs/)")]
+DEMO = Path("configs/demo.toml")
 _MANY: dict[str, Any] = {"default_factory": list, "show_default": False}
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="overrides a key, in TOML", **_MANY)]
 Refresh = Annotated[list[str], typer.Option(metavar="STAGE", help="runs a stage again, cached or not", **_MANY)]
@@ -106,6 +107,47 @@ def simpo(
 def evaluate(config: Config, set_: Set, refresh: Refresh, json: Json = False, verbose: Verbose = False) -> None:
     """Base, SFT and SimPO on held-out tasks. Reads source.paths and the model; writes a report, promotes nothing."""
     _run("evaluate", config, set_, refresh, json, verbose)
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="a log file, or a trajectories, branches or pairs table")],
+    set_: Set,
+    branches: Annotated[list[Path], typer.Option(help="where a pair's branches are looked up", **_MANY)],
+    config: Annotated[Path, typer.Option(help="whose model and render section to look with")] = DEMO,
+    row: Annotated[int, typer.Option(help="which run, branch or pair of the file")] = 0,
+    full: Annotated[bool, typer.Option("--full", help="fold nothing")] = False,
+    html: Annotated[Path | None, typer.Option(help="write a page here as well")] = None,
+    json: Json = False,
+) -> None:
+    """A run as training sees it, its spans in colour and what is scored. Reads FILE; writes --html if given."""
+    from flows.look import look, print_to_stdout
+    from schemas.load import load_config
+
+    report = look(file, load_config(config, set_), row=row, branches=branches, html=html)
+    if json:
+        emit(report, json)
+    else:
+        print_to_stdout(report, full=full)
+
+
+@app.command()
+def plan(
+    config: Config,
+    set_: Set,
+    tokens: Annotated[int, typer.Option(min=1, help="length of the branch")] = 81_920,
+    scored: Annotated[int, typer.Option(min=1, help="how many of them are scored")] = 4_096,
+    device_gib: Annotated[float, typer.Option(min=0.1, help="memory of one device")] = 23.5,
+    host_gib: Annotated[float, typer.Option(min=0.1, help="host memory to offload to")] = 64.0,
+    json: Json = False,
+) -> None:
+    """Predicts the memory of a branch, component by component. Reads the model's config; trains nothing."""
+    from schemas.load import load_config
+    from tasks.plan import plan_memory
+
+    loaded = load_config(config, set_)
+    report = plan_memory(loaded, n_tokens=tokens, n_scored=scored, device_gib=device_gib, host_gib=host_gib)
+    emit(report, json, report.text())
 
 
 @artifacts.command("list")
