@@ -1,8 +1,8 @@
 """Ingestion: log files of any supported agent -> `trajectories.arrow` and a report.
 
 Two steps. Files that are new or changed are read, redacted and appended to segments that a catalog knows. Then the
-table is put together from the segments, file by file in order: outcomes joined from side files, repeats left out. So the
-table is the same whatever was read on which night, and memory does not grow with the number of files.
+table is put together from the segments, file by file in order: outcomes joined from side files, repeats left out. So
+the table is the same whatever was read on which night, and memory does not grow with the number of files.
 Nothing is left out in silence: what cannot be read is quarantined with its reason, and the rest goes on.
 """
 

@@ -8,7 +8,20 @@ import re
 from typing import Any
 
 from schemas.trajectory import Author, Message, Trajectory
-from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
+from tasks.sources.base import (
+    METADATA_KEY,
+    Adapter,
+    as_list,
+    build,
+    dicts,
+    get,
+    json_text,
+    restored,
+    spans,
+    string,
+    text_of,
+    tool_call,
+)
 from tasks.sources.document import Document, SourceError
 from tasks.sources.text_calls import exit_code_failed
 
@@ -95,8 +108,16 @@ def _messages(steps: list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
+def plain_messages(value: dict[str, Any]) -> list[Message]:
+    """The document's messages, without what an export of ours adds."""
+    return _messages(dicts(as_list(value.get("steps"), "steps")))
+
+
 def _read_one(document: Document, value: dict[str, Any], parent_id: str | None) -> list[Trajectory]:
-    messages = _messages(dicts(as_list(value.get("steps"), "steps")))
+    messages = plain_messages(value)
+    exported = restored(document, messages, get(value, "extra", METADATA_KEY))
+    if exported is not None:
+        return [exported]
     tools = get(value, "agent", "tool_definitions")
     run = build(
         document,

@@ -232,3 +232,26 @@ def build(
         messages=tuple(messages),
         **fields,
     )
+
+
+METADATA_KEY = "traceforge"
+"""Where our own exports keep what their format has no place for."""
+
+
+def restored(document: Document, messages: Sequence[Message], metadata: Any) -> Trajectory | None:
+    """The run that was exported: the plain reading with the recorded corrections; None when it is no export of ours,
+    or was edited since.
+    """
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("messages"), list):
+        return None
+    fields = {key: value for key, value in metadata.items() if key not in ("messages", "whole")}
+    changes = metadata["messages"]
+    if metadata.get("whole") is True:
+        fields["messages"] = changes
+    elif len(changes) == len(messages) and all(isinstance(change, dict) for change in changes):
+        fields["messages"] = [
+            {**message.model_dump(mode="json"), **change} for message, change in zip(messages, changes, strict=True)
+        ]
+    else:
+        return None
+    return Trajectory.model_validate(fields)

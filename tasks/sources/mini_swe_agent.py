@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from schemas.trajectory import Message, Outcome, ToolCall, Trajectory
-from tasks.sources.base import Adapter, as_list, build, dicts, get, spans, string, text_of, tool_call
+from tasks.sources.base import METADATA_KEY, Adapter, as_list, build, dicts, get, spans, string, text_of, tool_call
 from tasks.sources.chat import looks_like_chat, read_message, read_response_items, return_code_failed
 from tasks.sources.document import Document, SourceError
 
@@ -30,9 +30,9 @@ def _is_recording(messages: Any) -> bool:
 
 
 def detect(document: Document) -> bool:
-    if document.kind not in ("json", "jsonl"):
-        return False
     first = document.first
+    if document.kind not in ("json", "jsonl") or METADATA_KEY in first:  # an export of ours has its own reader
+        return False
     form = first.get("trajectory_format")
     if isinstance(form, str) and form.startswith("mini-swe-agent"):
         return True

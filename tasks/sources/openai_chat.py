@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from schemas.trajectory import Outcome, Trajectory
-from tasks.sources.base import Adapter, build, dicts, json_text, reward_outcome, string
+from schemas.trajectory import Message, Outcome, Trajectory
+from tasks.sources.base import METADATA_KEY, Adapter, build, dicts, json_text, restored, reward_outcome, string
 from tasks.sources.chat import looks_like_chat, read_messages
 from tasks.sources.document import Document, SourceError
 
@@ -26,13 +26,22 @@ def _outcome(row: dict[str, Any]) -> Outcome:
     return Outcome()
 
 
+def plain_messages(row: dict[str, Any]) -> list[Message]:
+    """The row's messages, without what an export of ours adds."""
+    return read_messages(dicts(row.get("messages")))
+
+
 def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
+    messages = plain_messages(row)
+    exported = restored(document, messages, row.get(METADATA_KEY))
+    if exported is not None:
+        return exported
     tools = row.get("tools")
     task = string(row.get("task_id"))
     return build(
         document,
         NAME,
-        read_messages(dicts(row.get("messages"))),
+        messages,
         instance_id=string(row.get("instance_id")) or task,
         outcome=_outcome(row),
         run_id=string(row.get("run_id")),

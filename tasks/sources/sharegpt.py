@@ -3,7 +3,7 @@
 from typing import Any
 
 from schemas.trajectory import Author, Message, Trajectory
-from tasks.sources.base import Adapter, as_list, build, dicts, spans, string, text_of, tool_call
+from tasks.sources.base import METADATA_KEY, Adapter, as_list, build, dicts, restored, spans, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError, loads
 from tasks.sources.text_calls import EXECUTE_TAG, exit_code_failed
@@ -48,28 +48,32 @@ def _read_turn(turn: dict[str, Any], started: bool) -> Message:
     return message.model_copy(update={"action_spans": spans(text, EXECUTE_TAG)})
 
 
+def plain_messages(row: dict[str, Any]) -> list[Message]:
+    """The row's messages, without what an export of ours adds."""
+    messages: list[Message] = []
+    started = False
+    for turn in dicts(as_list(row.get("conversations"), "conversations")):
+        message = _read_turn(turn, started)
+        started = started or message.role == "assistant"
+        messages.append(message)
+    system = string(row.get("system"))
+    if system and messages and messages[0].role != "system":
+        messages.insert(0, Message(role="system", author="harness", content=system))
+    return messages
+
+
+def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
+    messages = plain_messages(row)
+    exported = restored(document, messages, row.get(METADATA_KEY))
+    if exported is not None:
+        return exported
+    tools = row.get("tools")
+    tools_json = tools if isinstance(tools, str) else None
+    return build(document, NAME, messages, run_id=string(row.get("id")), tools_json=tools_json)
+
+
 def read(document: Document) -> list[Trajectory]:
-    runs = []
-    for row in dicts(document.records):
-        messages: list[Message] = []
-        started = False
-        for turn in dicts(as_list(row.get("conversations"), "conversations")):
-            message = _read_turn(turn, started)
-            started = started or message.role == "assistant"
-            messages.append(message)
-        system = string(row.get("system"))
-        if system and messages and messages[0].role != "system":
-            messages.insert(0, Message(role="system", author="harness", content=system))
-        tools = row.get("tools")
-        runs.append(
-            build(
-                document,
-                NAME,
-                messages,
-                run_id=string(row.get("id")),
-                tools_json=tools if isinstance(tools, str) else None,
-            )
-        )
+    runs = [_read_row(document, row) for row in dicts(document.records)]
     if not runs:
         raise SourceError("sharegpt: no conversation in the file")
     return runs
