@@ -18,7 +18,15 @@ import yaml
 
 from schemas.errors import UserError
 from tasks.sample import SampleReport, generate_samples
-from tasks.sample.commands import edit_command, failure_line, missed_edit_command, pdb_command, pdb_values
+from tasks.sample.commands import (
+    edit_command,
+    failure_line,
+    missed_edit_command,
+    pdb_command,
+    pdb_values,
+    tamper_command,
+)
+from tasks.sample.episode import passes_tests
 from tasks.sample.generate import MAX_TARGET_TOKENS, MIN_TARGET_TOKENS
 from tasks.sample.recorder import observation_text
 from tasks.sample.repository import FAMILIES, make_task
@@ -378,6 +386,21 @@ def test_runs_can_be_made_without_git(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "make-patch" in trajectory["messages"][1]["content"]
     assert trajectory["info"]["submission"].startswith("diff --git a/")
     assert report.n_resolved == 1
+
+
+def test_grading_takes_back_changed_tests_and_adds_hidden_ones(tmp_path: Path) -> None:
+    task = make_task(0, SEED, bulk_chars=0)
+    gold = task.bug.source.replace(task.bug.bug, task.bug.fix)
+    overfit = task.bug.source.replace(*task.bug.overfit)
+    outcomes = []
+    for name, source in (("tampered", task.bug.source), ("overfit", overfit), ("gold", gold)):
+        box = open_sandbox(tmp_path / name, task.files, git=None)
+        (box.workdir / task.module_path).write_text(source)
+        assert run_command(box, tamper_command(task)).returncode == 0
+        assert run_command(box, f"python -m pytest -q {task.test_path}").returncode == 0
+        (box.workdir / task.test_path).write_text("def test_broken():\n    assert False\n")
+        outcomes.append(passes_tests(box, task))
+    assert outcomes == [False, False, True]
 
 
 def test_failure_line_is_the_first_that_pytest_marks() -> None:
