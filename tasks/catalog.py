@@ -178,8 +178,9 @@ class Catalog:
         return {name for (name,) in self._db.execute("SELECT DISTINCT segment FROM runs")}
 
     def forget_missing(self) -> None:
-        """Forgets files that are on disk no more."""
-        gone = [name for (name,) in self._db.execute("SELECT file FROM files") if not Path(name).exists()]
+        """Forgets files that nobody asked for and that are on disk no more."""
+        others = self._db.execute("SELECT file FROM files WHERE file NOT IN (SELECT file FROM wanted)")
+        gone = [name for (name,) in others if not Path(name).exists()]
         for name in gone:
             self.forget(name)
 

@@ -8,6 +8,7 @@ Nothing is left out in silence: what cannot be read is quarantined with its reas
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -107,30 +108,27 @@ def _with_joined(batch: pa.RecordBatch, runs: list[RunEntry]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=TRAJECTORIES)
 
 
-def _kept_pieces(catalog: Catalog) -> Iterator[list[RunEntry]]:
-    """Runs whose rows follow each other in one segment, at most a batch of them."""
-    piece: list[RunEntry] = []
-    for run in catalog.kept():
-        follows = piece and run.segment == piece[-1].segment and run.row == piece[-1].row + 1
-        if piece and (not follows or len(piece) == ROWS_PER_BATCH):
-            yield piece
-            piece = []
-        piece.append(run)
-    if piece:
-        yield piece
+def _batches(catalog: Catalog) -> Iterator[list[RunEntry]]:
+    runs = catalog.kept()
+    while batch := list(islice(runs, ROWS_PER_BATCH)):
+        yield batch
+
+
+def _segment_rows(folder: Path, runs: list[RunEntry]) -> pa.RecordBatch:
+    """The rows of the runs, in their order, copied out of the segments they lie in."""
+    pieces = [
+        open_table(folder / segment).take([run.row for run in group])
+        for segment, group in groupby(runs, key=lambda run: run.segment)
+    ]
+    return pa.concat_tables(pieces).combine_chunks().to_batches()[0]
 
 
 def _assemble(folder: Path, catalog: Catalog, path: Path) -> int:
     n_rows = 0
-    segment, table = "", None
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, TRAJECTORIES) as writer:
-        for piece in _kept_pieces(catalog):
-            if table is None or piece[0].segment != segment:
-                segment = piece[0].segment
-                table = open_table(folder / segment)
-            rows = table.slice(piece[0].row, len(piece)).combine_chunks().to_batches()[0]
-            writer.write_batch(_with_joined(rows, piece))
-            n_rows += len(piece)
+        for runs in _batches(catalog):
+            writer.write_batch(_with_joined(_segment_rows(folder, runs), runs))
+            n_rows += len(runs)
     return n_rows
 
 

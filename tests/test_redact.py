@@ -1,0 +1,124 @@
+"""Redaction: what is a secret goes, what only looks like one stays."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.trajectory import CharSpan, Message, ToolCall, Trajectory
+from tasks.redact import Redactor, redact
+
+# Put together here so that no scanner finds a token in this file.
+SECRETS = {
+    "AKIA" + "QYLPMN5HFIQR7XYA": "aws_access_key",
+    "ghp_" + "wWPw5k4aXcaT4fNP0UcnZwJUVFk6LO0pINUx": "github_token",
+    "github_pat_" + "11ABCDEFG0abcdefghijklmnopqrstuvwxyz": "token",
+    "glpat-" + "aB3dE5gH7jK9mN1pQ3sT": "gitlab_token",
+    "xoxb-" + "123456789012-1234567890123-abcdefghijklmnopqrstuvwx": "slack_token",
+    "sk_live_" + "4eC39HqLyjWDarjtT1zdp7dc": "stripe_access_key",
+    "sk-ant-" + "api03-abcDEF123456789ghiJKL": "token",
+    "sk-proj-" + "abcdEFGH1234ijklMNOP5678": "token",
+    "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345": "token",
+    "eyJhbGciOiJIUzI1NiJ9." + "eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJlLXBhcnQtaGVyZQ": "json_web_token",
+    "SG." + "a" * 22 + "." + "b" * 43: "sendgrid_api_key",
+    "jane.doe+x@corp.co.uk": "email",
+}
+
+KEPT = (
+    "commit 3ea751c087f3a5b1c8d5d4e5f60718293a4b5c6d",
+    "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+    "d41d8cd98f00b204e9800998ecf8427e  empty.txt",
+    "id 123e4567-e89b-12d3-a456-426614174000",
+    "git clone git@github.com:owner/name.git",
+    "index 11136f8c..d102a340 100644",
+    "@pytest.mark.parametrize('a', [1])",
+    "numpy@1.26.4 left-pad@1.3.0",
+    "-22-@pytest.mark.skip",
+    "mail someone@example.com or a@b.example.org",
+    "cd /home/user/project && ls /Users/USER/x /home/runner/work",
+    "password = os.environ['PASSWORD']",
+    "api_key = settings.openai_api_key_from_environment",
+    "token: AKIAIOSFODNN7EXAMPLE",
+    "self.assertEqual(password, 'correct horse battery staple')",
+    "https://example.org/a:b/c@d",
+)
+
+
+@pytest.mark.parametrize(("secret", "kind"), SECRETS.items())
+@pytest.mark.parametrize("around", ["{}", "key {} end", "export KEY='{}'", 'a\n"{}"\n', "x={};"])
+def test_secrets_go(secret: str, kind: str, around: str) -> None:
+    redactor = Redactor()
+    found = redactor.text(around.format(secret))
+    assert secret not in found
+    assert redactor.counts[kind] == 1 == sum(redactor.counts.values())
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert Redactor().text(text) == text
+
+
+@given(st.binary(min_size=20, max_size=20), st.uuids(), st.text(max_size=20))
+def test_hashes_and_uuids_always_stay(digest: bytes, uuid: object, word: str) -> None:
+    text = f"commit {digest.hex()} {uuid} sha={digest.hex()}"
+    assert Redactor().text(text) == text
+
+
+def test_private_keys_go_whole() -> None:
+    key = "-----BEGIN RSA " + "PRIVATE KEY-----\nMIIEow\nIBAAKC\n-----END RSA " + "PRIVATE KEY-----"
+    assert Redactor().text(f"a\n{key}\nb") == "a\n[private_key-1]\nb"
+    escaped = json.dumps({"text": key})
+    assert json.loads(Redactor().text(escaped)) == {"text": "[private_key-1]"}
+
+
+def test_values_of_secret_names_go() -> None:
+    assert Redactor().text('API_KEY="q9XvT2mZ7pLw4RkB8sYd"') == 'API_KEY="[assigned_secret-1]"'
+    assert "q9XvT2mZ7pLw4RkB8sYd" not in Redactor().text("--client-secret x client_secret: q9XvT2mZ7pLw4RkB8sYd")
+
+
+def test_one_value_has_one_placeholder_within_a_run() -> None:
+    redactor = Redactor()
+    first = redactor.text("cd /home/alice/x; mail bob@corp.io; ls /Users/carol/y")
+    again = redactor.text("open /home/alice/x/a.py; /Users/carol/y; BOB@corp.io; dave@corp.io")
+    assert first == "cd /home/user-1/x; mail person-1@example.invalid; ls /Users/user-2/y"
+    assert again == "open /home/user-1/x/a.py; /Users/user-2/y; person-1@example.invalid; person-2@example.invalid"
+
+
+def test_windows_homes() -> None:
+    assert Redactor().text(r"C:\Users\alice\code") == r"C:\Users\user-1\code"
+    assert json.loads(Redactor().text(json.dumps({"p": r"C:\Users\alice\code"}))) == {"p": r"C:\Users\user-1\code"}
+
+
+def test_an_escape_before_a_value_is_no_part_of_it() -> None:
+    arguments = json.dumps({"command": "git log\nnora@corp.io\tpat@corp.io"})
+    redacted = json.loads(Redactor().text(arguments))
+    assert redacted == {"command": "git log\nperson-1@example.invalid\tperson-2@example.invalid"}
+
+
+@given(st.dictionaries(st.text(max_size=8), st.text(max_size=30) | st.just('x\n"nora@corp.io"\\n'), max_size=4))
+def test_json_stays_json(arguments: dict[str, str]) -> None:
+    assert json.loads(Redactor().text(json.dumps(arguments))).keys() is not None
+
+
+def test_spans_move_with_the_text() -> None:
+    content = "mail longer.name@corp.io\n```bash\ncd /home/alice/x\n```\nbye"
+    start, end = content.index("```"), content.rindex("```") + 3
+    message = Message(
+        role="assistant",
+        author="policy",
+        content=content,
+        action_spans=(CharSpan(start=start, end=end),),
+        reasoning="from /home/alice",
+        tool_calls=(ToolCall(name="bash", arguments='{"command": "cat /home/alice/x"}'),),
+    )
+    run = Trajectory(
+        trajectory_id="t", task_id="k", source_format="f", source_path="p", source_sha256="s", messages=(message,)
+    )
+    redacted, counts = redact(run)
+    (moved,) = redacted.messages
+    (span,) = moved.action_spans
+    assert moved.content[span.start : span.end] == "```bash\ncd /home/user-1/x\n```"
+    assert moved.reasoning == "from /home/user-1"
+    assert moved.tool_calls[0].arguments == '{"command": "cat /home/user-1/x"}'
+    assert counts == {"email": 1, "home_directory": 3}
