@@ -60,7 +60,7 @@ def load_base(model: Ref, config: ModelConfig, device: torch.device, max_tokens:
         options |= {"quantization_config": quantization, "device_map": {"": device.index or 0}}
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model.path, local_files_only=True, **options)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"not a loadable model: {str(error).splitlines()[0]}",
             where=model.path,
@@ -126,7 +126,10 @@ def load_adapter(base: PreTrainedModel, adapter: Ref, model: Ref, *, trainable: 
         UserError: the adapter was trained on another base model.
     """
     check_origin(adapter, model)
-    return PeftModel.from_pretrained(base, adapter.path, is_trainable=trainable)  # type: ignore[return-value]
+    loaded = PeftModel.from_pretrained(base, adapter.path, is_trainable=trainable)
+    # the stored name is no path; peft reads the base model's config from here when it writes a checkpoint
+    loaded.peft_config["default"].base_model_name_or_path = base.config._name_or_path
+    return loaded
 
 
 def check_origin(adapter: Ref, model: Ref) -> None:

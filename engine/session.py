@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import time
@@ -142,7 +143,8 @@ class StepPrinter(TrainerCallback):
         shown = ("loss", "margin", "accuracy", "grad_norm", "learning_rate", "tokens_per_s")
         values = [f"{name} {logs[name]:.4g}" for name in shown if logs and name in logs]
         if logs and "loss" in logs:
-            print(f"step {state.global_step}/{state.max_steps} {' '.join(values)}", flush=True)
+            with contextlib.suppress(BrokenPipeError):  # no reader is left: the run is about to be stopped for that
+                print(f"step {state.global_step}/{state.max_steps} {' '.join(values)}", flush=True)
 
 
 def _checkpoints(out: Path) -> list[Path]:

@@ -101,7 +101,6 @@ def _lock(out: Path) -> int:
 def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport | EvalReport:
     import transformers
 
-    from engine import evaluate, preference, sft
     from engine.collectives import close_group, open_group
     from engine.loading import pick_device
 
@@ -109,11 +108,18 @@ def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport 
     transformers.logging.disable_progress_bar()
     lock = _lock(out) if launch.rank == 0 else None
     group = open_group(launch, pick_device())
+    # only the stage's own module: each of them takes seconds to import what it stands on
     if spec.stage == "sft" and spec.sft is not None:
+        from engine import sft
+
         report = sft.train(spec, spec.sft, group, out, stop)
     elif spec.stage == "simpo" and spec.simpo is not None:
+        from engine import preference
+
         report = preference.train(spec, spec.simpo, group, out, stop)
     elif spec.stage == "evaluate" and spec.evaluate is not None:
+        from engine import evaluate
+
         report = evaluate.evaluate(spec, spec.evaluate, group)
     else:
         raise UserError(f"the spec has no section for its stage {spec.stage!r}", where="spec.json")

@@ -14,8 +14,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from artifacts.store import payload_digest
 from artifacts.tables import write_table
+from engine.loading import load_base, new_adapter, save_adapter
+from schemas.config import LoraConfig, ModelConfig, SimpoConfig
 from schemas.refs import Kind, Ref
 from schemas.reports import Paired, PairReport
+from schemas.spec import TrainSpec
 from schemas.tables import BRANCHES, PAIRS, SPAN_KINDS
 
 VOCABULARY = 64
@@ -132,3 +135,30 @@ def make_tables(
     )
     paired = Paired(pairs=ref_of(folder / "pairs.arrow", "pairs", len(pairs)), report=report)
     return ref_of(folder / "branches.arrow", "branches", len(rows)), paired
+
+
+def make_adapter(folder: Path, model: Ref, *, seed: int = 5, dtype: str = "float64", dropout: float = 0.0) -> Ref:
+    """A LoRA whose B is not zero, stored as the training stages store theirs."""
+    base = load_base(model, ModelConfig(name="tiny", dtype=dtype), torch.device("cpu"), 4096)  # type: ignore[arg-type]
+    adapter = new_adapter(base, LoraConfig(r=4, alpha=8.0, dropout=dropout), seed)
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    save_adapter(adapter, folder, base_name="tiny", model_sha256=model.sha256, stage="sft")
+    return ref_of(folder, "adapter")
+
+
+def simpo_spec(folder: Path, config: SimpoConfig, **tables: Any) -> TrainSpec:
+    """A float64 SimPO run on fresh tables in `folder`."""
+    model = make_model(folder / "model")
+    branches, paired = make_tables(folder, **tables)
+    return TrainSpec(
+        stage="simpo",
+        branches=(branches,),
+        pairs=paired.pairs,
+        model=model,
+        base=ModelConfig(name="tiny", dtype="float64"),
+        adapters={"start": make_adapter(folder / "start", model)},
+        simpo=config,
+    )

@@ -1,0 +1,237 @@
+"""Faults of a real process group: a killed rank, signals, cancels, time-outs; what is left, and how it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from training_inputs import make_adapter, make_model, make_tables, ref_of, simpo_spec
+
+from artifacts.store import Store, write_atomically
+from engine.session import latest_checkpoint
+from schemas.config import (
+    EvaluateConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PromoteConfig,
+    SftConfig,
+    SimpoConfig,
+)
+from schemas.errors import StageError, UserError
+from schemas.reports import TrainReport
+from schemas.spec import TrainSpec
+from tasks import launch as launcher
+from tasks.evaluate import evaluate
+from tasks.launch import launch, run_spec
+from tasks.promote import current, promote
+from tasks.sft import sft
+from tasks.simpo import simpo
+
+CONFIG = SimpoConfig(
+    optimizer=OptimizerConfig(learning_rate=5e-3, warmup_share=0.0), epochs=4, accumulation=2, save_steps=3, seed=3
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def ranks_of(folder: Path) -> dict[int, psutil.Process]:
+    """The living training processes that work in a folder, by rank."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+            if (
+                "engine.train" in command
+                and str(folder / "spec.json") in command
+                and "torch.distributed.run" not in command
+            ):
+                found[int(process.environ().get("RANK", "0"))] = process
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def prepare(folder: Path, spec: TrainSpec) -> Path:
+    folder.mkdir(parents=True)
+    write_atomically(folder / "spec.json", spec.model_dump_json())
+    return folder / "spec.json"
+
+
+def at_step(step: int, act: Callable[[], None]) -> Callable[[str], None]:
+    """A log callback that acts once, when the line of a step has come."""
+    done = threading.Event()
+
+    def log(line: str) -> None:
+        if f"step {step}/" in line and not done.is_set():
+            done.set()
+            act()
+
+    return log
+
+
+def test_killed_rank_takes_the_group_down_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    """kill -9 of rank 1 after a checkpoint, with a stale port 29500 in the way all along."""
+    spec = simpo_spec(tmp_path / "inputs", CONFIG)
+    path = prepare(tmp_path / "run", spec)
+    killed_at = 0.0
+
+    def kill() -> None:
+        nonlocal killed_at
+        killed_at = time.monotonic()
+        ranks_of(path.parent)[1].send_signal(signal.SIGKILL)
+
+    with socket.socket() as stale:
+        stale.bind(("127.0.0.1", 29500))
+        stale.listen()
+        with pytest.raises(StageError, match="rank 1 was ended by SIGKILL"):
+            launch(path, n_processes=2, log=at_step(5, kill))
+        assert time.monotonic() - killed_at < 30
+        assert not ranks_of(path.parent)
+        assert not (path.parent / "adapter").exists()
+        assert latest_checkpoint(path.parent) is not None
+
+        launch(path, n_processes=2)
+    resumed = TrainReport.model_validate_json((path.parent / "report.json").read_text())
+    assert resumed.resumed_from_step == 3
+
+    whole = prepare(tmp_path / "whole", spec)
+    launch(whole, n_processes=2)
+    uninterrupted = TrainReport.model_validate_json((whole.parent / "report.json").read_text())
+    assert [point.loss for point in resumed.curve] == [point.loss for point in uninterrupted.curve]
+    adapters = [ref_of(folder.parent / "adapter", "adapter").sha256 for folder in (path, whole)]
+    assert adapters[0] == adapters[1]
+
+
+def test_cancel_saves_and_leaves_no_process(tmp_path: Path) -> None:
+    """Whatever is raised in the caller ends both ranks; they save on the way out."""
+    spec = simpo_spec(tmp_path / "inputs", CONFIG.model_copy(update={"epochs": 200, "save_steps": 10_000}))
+    path = prepare(tmp_path / "run", spec)
+
+    def cancel() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(path, n_processes=2, log=at_step(2, cancel))
+    assert not ranks_of(path.parent)
+    assert latest_checkpoint(path.parent) is not None
+
+
+def test_sigterm_to_a_rank_saves_and_says_so(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"epochs": 200, "save_steps": 10_000, "plan": "sequential"})
+    path = prepare(tmp_path / "run", simpo_spec(tmp_path / "inputs", config))
+    with pytest.raises(StageError, match=r"stopped on request after step \d+"):
+        launch(path, log=at_step(2, lambda: ranks_of(path.parent)[0].send_signal(signal.SIGTERM)))
+    assert latest_checkpoint(path.parent) is not None
+
+
+def test_time_out_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "STOP_GRACE_S", 1.0)
+    config = CONFIG.model_copy(update={"epochs": 5000, "save_steps": 100_000, "plan": "sequential"})
+    path = prepare(tmp_path / "run", simpo_spec(tmp_path / "inputs", config))
+    with pytest.raises(StageError, match="did not end within 3 s"):
+        launch(path, timeout_s=3)
+    assert not ranks_of(path.parent)
+
+
+def test_error_of_a_rank_comes_through_as_its_own(tmp_path: Path) -> None:
+    """An adapter of another model is the user's error; it is not buried under the launcher's."""
+    spec = simpo_spec(tmp_path / "inputs", CONFIG)
+    other = make_model(tmp_path / "other", seed=9)
+    path = prepare(tmp_path / "run", spec.model_copy(update={"model": other}))
+    with pytest.raises(UserError, match="the adapter was trained on model"):
+        launch(path, n_processes=2)
+
+
+def test_stages_end_to_end(tmp_path: Path) -> None:
+    """The task functions, each in its own process: SFT, SimPO on two ranks, evaluation, promotion."""
+    store = Store(tmp_path / "store")
+    model, base = make_model(tmp_path / "model"), ModelConfig(name="tiny")
+    branches, paired = make_tables(tmp_path / "tables", n_pairs=6, n_heldout=4)
+    lines: list[str] = []
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_share=0.0)
+    first = sft(
+        branches,
+        model,
+        SftConfig(epochs=4, tokens_per_micro_batch=600, optimizer=optimizer),
+        LoraConfig(r=4),
+        base,
+        store,
+        log=lines.append,
+    )
+    assert first.report.last_loss < first.report.first_loss
+    second = simpo(paired, branches, model, first.adapter, CONFIG, base, store, log=lines.append)
+    assert second.report.first_margin is not None
+    assert second.report.last_margin is not None
+    assert second.report.last_margin > second.report.first_margin
+    assert (second.report.world_size, second.report.backend) == (2, "gloo")
+    scored = evaluate(
+        branches, paired, model, {"sft": first.adapter, "simpo": second.adapter}, EvaluateConfig(), base, store
+    )
+    assert [score.name for score in scored.report.models] == ["base", "sft", "simpo"]
+    outcome = promote(scored, second.adapter, PromoteConfig(metric="mean_margin"), store)
+    assert outcome.report.promoted
+    assert current(store) == second.adapter
+    assert any("step 1/" in line for line in lines)
+    assert not list((store.root / "work").iterdir()), "working folders are left behind"
+
+
+def test_finished_work_of_a_dead_launcher_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = simpo_spec(tmp_path / "inputs", CONFIG)
+    store = Store(tmp_path / "store")
+    out = store.root / "work" / f"simpo-{spec.digest()[:16]}"
+    out.mkdir(parents=True)
+    (out / "report.json").write_text("{}")
+    monkeypatch.setattr(launcher, "launch", lambda *_, **__: pytest.fail("started again"))
+    assert run_spec(spec, store) == ("{}", out)
+
+
+def test_digest_of_a_spec_knows_contents_and_settings_not_places(tmp_path: Path) -> None:
+    spec = simpo_spec(tmp_path / "inputs", CONFIG)
+    moved = spec.model_copy(update={"model": spec.model.model_copy(update={"path": "/elsewhere"})})
+    changed = spec.model_copy(update={"model": spec.model.model_copy(update={"sha256": "0" * 64})})
+    assert moved.digest() == spec.digest()
+    assert changed.digest() != spec.digest()
+    assert spec.model_copy(update={"simpo": CONFIG.model_copy(update={"beta": 3.0})}).digest() != spec.digest()
+
+
+def test_no_training_pair_is_a_user_error_with_reasons(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    branches, paired = make_tables(tmp_path, n_pairs=0, n_heldout=1)
+    refused = paired.report.model_copy(update={"rejected_by_reason": {"openings differ": 3}})
+    with pytest.raises(UserError, match="openings differ 3"):
+        simpo(
+            paired.model_copy(update={"report": refused}),
+            branches,
+            model,
+            make_adapter(tmp_path / "start", model),
+            CONFIG,
+            ModelConfig(name="tiny"),
+            Store(tmp_path / "store"),
+        )
+
+
+def test_workers_end_when_their_launcher_dies(tmp_path: Path) -> None:
+    """The launcher is killed outright: nobody is left to send a signal, so the ranks notice a closed pipe."""
+    config = CONFIG.model_copy(update={"epochs": 5000, "save_steps": 100_000, "plan": "sequential"})
+    path = prepare(tmp_path / "run", simpo_spec(tmp_path / "inputs", config))
+    child = os.fork()
+    if child == 0:
+        launch(path, log=at_step(2, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        os._exit(1)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 30
+    while ranks_of(path.parent) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not ranks_of(path.parent)
+    assert latest_checkpoint(path.parent) is not None

@@ -1,0 +1,370 @@
+"""Branch plans against each other, against plain autograd and against TRL's CPOTrainer, with real gloo processes."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from training_inputs import make_tables, simpo_spec
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+from engine import preference
+from engine.collectives import Group
+from engine.data import Branch, BranchTable, ShuffledBatches, collate, read_pairs
+from engine.loading import load_adapter, load_base, load_tokenizer, trainable_parameters
+from engine.scores import token_logprobs
+from engine.session import Stop, latest_checkpoint
+from schemas.config import OptimizerConfig, SimpoConfig
+from schemas.errors import StageError, UserError
+from schemas.reports import TrainReport
+from schemas.spec import TrainSpec
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BETA, GAMMA = 2.0, 0.6
+CONFIG = SimpoConfig(
+    optimizer=OptimizerConfig(
+        learning_rate=5e-3, lr_scheduler="linear", warmup_share=0.1, max_grad_norm=0.3, weight_decay=0.01
+    ),
+    beta=BETA,
+    gamma=GAMMA,
+    epochs=5,
+    accumulation=2,
+    seed=3,
+)
+"""8 pairs in windows of 2: 20 steps; the gradient norm is 0.4 to 0.9, so clipping at 0.3 acts at every step."""
+
+
+def with_plan(spec: TrainSpec, plan: str) -> TrainSpec:
+    assert spec.simpo is not None
+    return spec.model_copy(update={"simpo": spec.simpo.model_copy(update={"plan": plan})})
+
+
+def run_ranks(spec: TrainSpec, world_size: int, folder: Path) -> list[dict[str, Any]]:
+    """Trains on `world_size` real processes; returns what each rank holds afterwards."""
+    folder.mkdir()
+    (folder / "spec.json").write_text(spec.model_dump_json())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(world_size):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPOSITORY),
+        }
+        arguments = [str(folder / "spec.json"), str(folder / "out"), str(folder / f"rank{rank}.pt")]
+        worker = [sys.executable, str(Path(__file__).with_name("preference_worker.py")), *arguments]
+        ranks.append(subprocess.Popen(worker, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    outputs = [rank.communicate(timeout=240)[0].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(outputs)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world_size)]
+
+
+def largest_difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """||got - want|| / ||want|| over all tensors together."""
+    assert got.keys() == want.keys()
+    difference = sum(float((got[name] - want[name]).norm() ** 2) for name in want)
+    return math.sqrt(difference / sum(float(want[name].norm() ** 2) for name in want))
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
+    return simpo_spec(tmp_path_factory.mktemp("inputs"), CONFIG)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def parallel(spec: TrainSpec, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(with_plan(spec, "parallel"), 2, tmp_path_factory.mktemp("parallel") / "run")
+
+
+@pytest.fixture(scope="module")
+def sequential(
+    spec: TrainSpec, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, torch.Tensor], TrainReport]:
+    return train_here(with_plan(spec, "sequential"), tmp_path_factory.mktemp("sequential"))
+
+
+def train_here(spec: TrainSpec, out: Path, **options: Any) -> tuple[dict[str, torch.Tensor], TrainReport]:
+    assert spec.simpo is not None
+    report = preference.train(spec, spec.simpo, Group(), out, options.pop("stop", Stop()), **options)
+    return load_file(out / "adapter" / "adapter_model.safetensors"), report
+
+
+def adapter_of(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameter names as they are in a stored adapter."""
+    return {name.replace(".default.", "."): tensor for name, tensor in parameters.items()}
+
+
+def plain_scores(model: Any, branch: Branch) -> torch.Tensor:
+    """Mean log-probability from the full logits, without any of the engine's scoring."""
+    ids = torch.from_numpy(branch.token_ids_T.astype("int64"))[None]
+    logp = model(ids).logits[0].log_softmax(-1)
+    positions = torch.from_numpy(branch.positions_P)
+    return logp[positions - 1, ids[0, positions]].mean()
+
+
+def test_summed_gradient_of_two_processes_is_the_gradient(spec: TrainSpec, parallel: list[dict[str, Any]]) -> None:
+    """Against plain autograd through the loss of both branches at once (measured: 4e-16 relative)."""
+    assert spec.pairs is not None
+    branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")[:4]
+    base = load_base(spec.model, spec.base, torch.device("cpu"), 4096)
+    model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
+    loss = torch.zeros((), dtype=torch.float64)
+    for pair in pairs:
+        margin = plain_scores(model, branches[pair.chosen]) - plain_scores(model, branches[pair.rejected])
+        loss = loss - torch.nn.functional.logsigmoid(BETA * margin - GAMMA) / len(pairs)
+    loss.backward()
+    want = {name: p.grad for name, p in trainable_parameters(model).items() if p.grad is not None}
+    for rank in parallel:
+        assert largest_difference(rank["gradient"], want) < 1e-9
+
+
+def test_ranks_hold_the_same_parameters_bit_for_bit(parallel: list[dict[str, Any]]) -> None:
+    first, second = (rank["parameters"] for rank in parallel)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_parallel_equals_sequential(
+    parallel: list[dict[str, Any]], sequential: tuple[dict[str, torch.Tensor], TrainReport]
+) -> None:
+    """20 steps with accumulation and clipping (measured: see the constant)."""
+    adapter, report = sequential
+    assert largest_difference(adapter_of(parallel[0]["parameters"]), adapter) < 1e-9
+    other = TrainReport.model_validate_json(parallel[0]["report"])
+    assert other.n_steps == report.n_steps == 20
+    assert [point.loss for point in other.curve] == pytest.approx([point.loss for point in report.curve], rel=1e-6)
+    assert other.n_tokens_seen == report.n_tokens_seen
+    assert other.world_size == 2
+    assert other.backend == "gloo"
+
+
+def test_two_replicas_of_two_branches_equal_one_process(
+    spec: TrainSpec, sequential: tuple[dict[str, torch.Tensor], TrainReport], tmp_path: Path
+) -> None:
+    """4 ranks. Which pairs share a window differs from one replica's order, so both sides use whole-epoch windows."""
+    config = CONFIG.model_copy(update={"accumulation": 8, "epochs": 4})
+    whole = spec.model_copy(update={"simpo": config})
+    ranks = run_ranks(with_plan(whole, "parallel"), 4, tmp_path / "four")
+    adapter, _ = train_here(with_plan(whole, "sequential"), tmp_path / "one")
+    for rank in ranks:
+        assert all(torch.equal(rank["parameters"][name], ranks[0]["parameters"][name]) for name in rank["parameters"])
+    assert largest_difference(adapter_of(ranks[0]["parameters"]), adapter) < 1e-9
+
+
+def trl_collator(branches: BranchTable, pairs: list[Any]) -> Any:
+    """Our branches in the form of TRL's collator: labels are -100 outside the scored spans."""
+
+    def collate_pairs(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        fields = {}
+        for side in ("chosen", "rejected"):
+            batch = collate([branches[getattr(pairs[row["pair"]], side)] for row in rows])
+            labels = torch.full_like(batch.input_ids_BT, -100)
+            labels[batch.rows_P, batch.positions_P] = batch.input_ids_BT[batch.rows_P, batch.positions_P]
+            fields[f"{side}_input_ids"], fields[f"{side}_attention_mask"] = batch[:2]
+            fields[f"{side}_labels"] = labels
+        return fields
+
+    return collate_pairs
+
+
+def test_twenty_steps_equal_trl_cpo_trainer(
+    spec: TrainSpec, sequential: tuple[dict[str, torch.Tensor], TrainReport], tmp_path: Path
+) -> None:
+    """The same pairs in the same order through TRL, padded together there, apart here."""
+    assert spec.pairs is not None
+    branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")
+    order = ShuffledBatches([[index] for index in range(len(pairs))], CONFIG.seed)
+    indices = []
+    for epoch in range(5):
+        order.set_epoch(epoch)
+        indices += [index for [index] in order]
+    text = {"prompt": "w3", "chosen": "w4", "rejected": "w5"}  # replaced by the collator
+    base = load_base(spec.model, spec.base, torch.device("cpu"), 4096)
+    model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
+    optimizer = CONFIG.optimizer
+    trainer = CPOTrainer(
+        model=model,
+        args=CPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            num_train_epochs=1,
+            learning_rate=optimizer.learning_rate,
+            lr_scheduler_type=optimizer.lr_scheduler,
+            warmup_steps=optimizer.warmup_share,
+            max_grad_norm=optimizer.max_grad_norm,
+            weight_decay=optimizer.weight_decay,
+            optim=optimizer.optimizer,
+            loss_type="simpo",
+            beta=BETA,
+            simpo_gamma=GAMMA,
+            cpo_alpha=0.0,
+            disable_dropout=False,
+            gradient_checkpointing=False,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,
+            save_strategy="no",
+            report_to=[],
+            bf16=False,
+            use_cpu=True,
+            logging_steps=1,
+            max_length=64,
+        ),
+        data_collator=trl_collator(branches, pairs),
+        train_dataset=Dataset.from_list([text | {"pair": index} for index in indices]),
+        processing_class=load_tokenizer(spec.model),
+    )
+    trainer.train()
+    want = adapter_of({name: p.detach() for name, p in trainable_parameters(model).items()})
+    adapter, report = sequential
+    theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [point.loss for point in report.curve] == pytest.approx(theirs, rel=1e-6)
+    assert largest_difference(adapter, want) < 1e-9
+
+
+def test_margin_rises_and_clipping_acted(sequential: tuple[dict[str, torch.Tensor], TrainReport]) -> None:
+    _, report = sequential
+    assert report.first_margin is not None
+    assert report.last_margin is not None
+    assert report.last_margin > report.first_margin + 0.1
+    assert report.last_loss < report.first_loss
+    assert min(point.grad_norm for point in report.curve) > CONFIG.optimizer.max_grad_norm
+
+
+def test_last_partial_window_is_normalised_by_its_own_pairs(tmp_path: Path) -> None:
+    """3 pairs in windows of 2: the second window holds one pair, and its loss is that pair's, not half of it."""
+    config = CONFIG.model_copy(
+        update={"epochs": 1, "plan": "sequential", "optimizer": OptimizerConfig(learning_rate=1e-30, warmup_share=0.0)}
+    )
+    spec = simpo_spec(tmp_path / "inputs", config, n_pairs=3, n_heldout=0)
+    assert spec.pairs is not None
+    _, report = train_here(spec, tmp_path / "out")
+    assert len(report.curve) == 2
+    last = report.curve[-1]
+    assert last.margin is not None
+    assert last.loss == pytest.approx(math.log1p(math.exp(GAMMA - BETA * last.margin)), rel=1e-6)
+
+
+def test_pair_weights_scale_their_loss(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(
+        update={"epochs": 1, "plan": "sequential", "accumulation": 1, "optimizer": OptimizerConfig(learning_rate=1e-30)}
+    )
+    plain = simpo_spec(tmp_path / "plain", config, n_pairs=3, n_heldout=0)
+    _, weighted_pairs = make_tables(tmp_path / "weighted", n_pairs=3, n_heldout=0, weights=(0.5,))
+    weighted = plain.model_copy(update={"pairs": weighted_pairs.pairs})
+    _, one = train_here(plain, tmp_path / "out-plain")
+    _, half = train_here(weighted, tmp_path / "out-weighted")
+    assert [point.loss for point in half.curve] == pytest.approx([0.5 * point.loss for point in one.curve], rel=1e-6)
+
+
+def test_dropout_gives_both_passes_of_a_branch_the_same_mask(tmp_path: Path) -> None:
+    """Scores without graph and with graph must agree under dropout, or the slope belongs to another model."""
+    config = CONFIG.model_copy(update={"epochs": 1, "plan": "sequential"})
+    spec = simpo_spec(tmp_path / "inputs", config, n_pairs=2, n_heldout=0)
+    assert spec.simpo is not None
+    seen: dict[bool, list[float]] = {False: [], True: []}
+
+    def scorer(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
+        for module in model.modules():
+            if isinstance(module, torch.nn.ModuleDict) and "default" in module and "Dropout" in str(module):
+                module["default"].p = 0.5  # type: ignore[assignment]
+        logp = token_logprobs(model, *arguments)
+        if model.training:
+            seen[torch.is_grad_enabled()].append(float(logp.detach().sum()))
+        return logp
+
+    preference.train(spec, spec.simpo, Group(), tmp_path / "out", Stop(), scorer)
+    assert seen[False] == seen[True]
+    assert len(seen[True]) == 4
+
+
+def test_non_finite_pair_stops_before_any_save(spec: TrainSpec, tmp_path: Path) -> None:
+    calls = 0
+
+    def scorer(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        logp = token_logprobs(model, *arguments)
+        calls += model.training
+        return logp * math.nan if calls == 7 else logp
+
+    config = CONFIG.model_copy(update={"plan": "sequential", "save_steps": 100})
+    broken = spec.model_copy(update={"simpo": config})
+    with pytest.raises(StageError, match=r"pair pair-\d is not finite: chosen .*nan"):
+        train_here(broken, tmp_path, scorer=scorer)
+    assert not (tmp_path / "adapter").exists()
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_stop_then_resume_equals_an_uninterrupted_run(
+    spec: TrainSpec, sequential: tuple[dict[str, torch.Tensor], TrainReport], tmp_path: Path
+) -> None:
+    """Stopped in the middle of step 7, in the middle of an epoch; resumed bit for bit, loss curve included."""
+    stop, calls = Stop(), 0
+
+    def scorer(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += model.training
+        stop.wanted = stop.wanted or calls > 6 * 8 + 2
+        return token_logprobs(model, *arguments)
+
+    run = with_plan(spec, "sequential")
+    with pytest.raises(StageError, match="stopped on request after step 7"):
+        train_here(run, tmp_path, scorer=scorer, stop=stop)
+    adapter, report = train_here(run, tmp_path)
+    want, uninterrupted = sequential
+    assert report.resumed_from_step == 7
+    assert all(torch.equal(adapter[name], want[name]) for name in want)
+    assert [point.loss for point in report.curve] == [point.loss for point in uninterrupted.curve]
+    assert report.n_tokens_seen == uninterrupted.n_tokens_seen
+    assert report.first_margin == uninterrupted.first_margin
+
+
+def test_torn_checkpoint_is_passed_over(spec: TrainSpec, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"plan": "sequential", "epochs": 1, "save_steps": 2})
+    train_here(spec.model_copy(update={"simpo": config}), tmp_path)
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    assert newest.name == "checkpoint-4"
+    with (newest / "optimizer.pt").open("r+b") as file:
+        file.truncate(100)
+    older = latest_checkpoint(tmp_path)
+    assert older is not None
+    assert older.name == "checkpoint-2"
+    (tmp_path / "checkpoint-2.complete").unlink()
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_adapter_of_another_model_is_a_user_error(spec: TrainSpec, tmp_path: Path) -> None:
+    other = spec.model.model_copy(update={"sha256": "f" * 64})
+    with pytest.raises(UserError, match="trained on model"):
+        train_here(with_plan(spec.model_copy(update={"model": other}), "sequential"), tmp_path)
+
+
+def test_no_pair_is_a_user_error(tmp_path: Path) -> None:
+    spec = simpo_spec(tmp_path / "inputs", CONFIG, n_pairs=0, n_heldout=2)
+    with pytest.raises(UserError, match="no pair is in the train split"):
+        train_here(with_plan(spec, "sequential"), tmp_path / "out")
