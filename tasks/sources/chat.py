@@ -119,7 +119,8 @@ def looks_like_chat(value: Any) -> bool:
     """A list of objects that start with a known role and have content or calls."""
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return False
-    return value[0].get("role") in _ROLES and ("content" in value[0] or "tool_calls" in value[0])
+    role = value[0].get("role")
+    return isinstance(role, str) and role in _ROLES and ("content" in value[0] or "tool_calls" in value[0])
 
 
 def read_response_items(items: Iterable[Any]) -> Message | None:

@@ -27,8 +27,8 @@ def detect(document: Document) -> bool:
     )
 
 
-def _flatten(node: dict[str, Any], parent: Any = None) -> Iterator[dict[str, Any]]:
-    stack = [(node, parent)]
+def _flatten(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    stack: list[tuple[dict[str, Any], Any]] = [(node, None)]
     while stack:
         current, above = stack.pop()
         yield {**current, "parent_id": current.get("parent_id", above)}
@@ -37,16 +37,19 @@ def _flatten(node: dict[str, Any], parent: Any = None) -> Iterator[dict[str, Any
 
 def _paths(nodes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Paths from the root to each leaf, in the order of the leaves; a cycle in the parent links ends a path."""
-    by_id = {node.get("node_id"): node for node in nodes}
-    parents = {node.get("parent_id") for node in nodes}
-    leaves = [node for node in nodes if node.get("node_id") not in parents] or nodes[-1:]
+    by_id = {string(node.get("node_id")): node for node in nodes}
+    parents = {string(node.get("parent_id")) for node in nodes}
+    leaves = [node for node in nodes if string(node.get("node_id")) not in parents] or nodes[-1:]
     paths = []
     for leaf in leaves:
         path: list[dict[str, Any]] = []
         node: dict[str, Any] | None = leaf
-        while node is not None and not any(node is earlier for earlier in path):
+        seen: set[int] = set()
+        while node is not None and id(node) not in seen:
+            seen.add(id(node))
             path.append(node)
-            node = by_id.get(node.get("parent_id"))
+            parent = string(node.get("parent_id"))
+            node = by_id.get(parent) if parent is not None else None
         paths.append(path[::-1])
     return paths
 
