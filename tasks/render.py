@@ -81,7 +81,9 @@ def render_run(trajectory: Trajectory, renderer: Renderer, config: RenderConfig)
         UserError: the template cannot be used for this corpus at all.
     """
     template, messages = renderer.template, trajectory.messages
-    if not template.prints_calls and any(message.tool_calls for message in messages):
+    if not messages:
+        raise RenderError("the run holds no message")
+    if template.call_open is None and any(message.tool_calls for message in messages):
         raise UserError(
             "the chat template leaves out tool calls, and the runs have some",
             where=template.name,

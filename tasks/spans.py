@@ -85,23 +85,14 @@ def _cover(spans: list[Span], length: int) -> list[Span]:
     return covered
 
 
-def _body_start(text: str, marked: tuple[int, int], reasons: bool, template: Template) -> int:
-    """Where the model's own output begins: the header ends at, before or after the start of the marked range."""
-    for header in (template.header,) if reasons else (template.header_plain, template.header):
-        for n_inside in range(len(header), -1, -1):
-            start = marked[0] - (len(header) - n_inside)
-            if start >= 0 and text.startswith(header, start) and start + len(header) <= marked[1]:
-                return start + len(header)
-    raise RenderError("an assistant turn does not begin with the generation prompt")
-
-
 def _turn(
     text: str, marked: tuple[int, int], index: int, message: Message, pieces: list[Piece], template: Template
 ) -> list[Span]:
     """Reasoning, thought, action and turn end of one policy turn."""
     parts = {(piece.part, piece.call): piece for piece in pieces}
     reasoning, content = parts.get(("reasoning", 0)), parts.get(("content", 0))
-    start, end = _body_start(text, marked, reasoning is not None, template), marked[1] - len(template.tail)
+    start = template.body_start(text, marked, reasons=reasoning is not None)
+    end = marked[1] - len(template.tail)
     if not text.startswith(template.tail, end) or end < start:
         raise RenderError(f"message {index} does not end with {template.stop_token!r}")
     stop_end = end + template.tail.index(template.stop_token) + len(template.stop_token)
@@ -116,7 +107,11 @@ def _turn(
         start = reasoning_end
 
     if message.tool_calls:
-        text_end = content.end if content else start
+        call_open = template.call_open or ""
+        # a line end between text and call goes with the text, so that a call's first token is its own
+        text_end = parts["name", 0].start - len(call_open) if content else start
+        if not text.startswith(call_open, text_end):
+            raise RenderError(f"the first call of message {index} does not begin as the template's calls do")
         spans += _fenced(start, text_end, message, content, index)
         spans += _calls(text, text_end, end, len(message.tool_calls), parts, index)
     elif message.action_spans:

@@ -6,7 +6,7 @@ probed here and again on the corpus; (4) is checked on every conversation (`skel
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -48,12 +48,25 @@ class Template:
     stop_token: str
     reasoning_open: str | None  # None: the template has no reasoning block
     reasoning_close: str
-    prints_calls: bool
+    call_open: str | None  # what a turn's first call begins with, up to the tool's name; None: calls are not printed
     special: re.Pattern[str]  # finds every added token of the tokenizer
 
     @property
     def has_reasoning(self) -> bool:
         return self.reasoning_open is not None
+
+    def body_start(self, text: str, marked: tuple[int, int], *, reasons: bool) -> int:
+        """Where the model's own output begins: the header can end before, in or at the start of the marked range.
+
+        Raises:
+            RenderError: the turn does not begin with the generation prompt.
+        """
+        for header in (self.header,) if reasons else (self.header_plain, self.header):
+            for n_inside in range(len(header), -1, -1):
+                start = marked[0] - (len(header) - n_inside)
+                if start >= 0 and text.startswith(header, start) and start + len(header) <= marked[1]:
+                    return start + len(header)
+        raise RenderError("an assistant turn does not begin with the generation prompt")
 
 
 def choose_source(tokenizer: PreTrainedTokenizerFast, choice: str) -> tuple[str, str]:
@@ -109,7 +122,7 @@ def special_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
 
 
 def _probe(jinja: Jinja, name: str, special: re.Pattern[str]) -> Template:
-    user = {"role": "user", "content": "QUESTION"}
+    user = {"role": "user", "content": "probe question"}
     opening, _ = jinja.render([user])
 
     def header(thinking: bool) -> str:
@@ -118,7 +131,7 @@ def _probe(jinja: Jinja, name: str, special: re.Pattern[str]) -> Template:
             raise RenderError("the generation prompt does not continue the conversation")
         return prompt[len(opening) :]
 
-    def turn(**fields: object) -> str:
+    def turn(**fields: object) -> tuple[str, tuple[int, int]]:
         # a user message follows: some templates never end the last turn, and the stock Qwen3 one keeps reasoning there
         chat = [user, {"role": "assistant", "reasoning_content": "", **fields}, user]
         text, ranges = jinja.render(chat)
@@ -127,28 +140,34 @@ def _probe(jinja: Jinja, name: str, special: re.Pattern[str]) -> Template:
                 f"the template marks {len(ranges)} ranges as generated in a conversation with one assistant turn "
                 "({% generation %} around the turn is needed)"
             )
-        return text[slice(*ranges[0])]
+        return text, ranges[0]
 
-    tail = turn(content="ANSWER").rpartition("ANSWER")[2]
+    text, marked = turn(content="probe answer")
+    tail = text[slice(*marked)].rpartition("probe answer")[2]
     stop = special.search(tail)
     if stop is None:
         raise RenderError("an assistant turn does not end with a stop token")
-    thinking = turn(content="ANSWER", reasoning_content="REASON")
-    reasoning_open, found, rest = thinking.partition("REASON")
-    call = {"type": "function", "id": "call00000", "function": {"name": "TOOL", "arguments": "{}"}}
-    with_call = turn(content="", tool_calls=[call])
-    return Template(
+    template = Template(
         jinja=jinja,
         name=name,
         header=header(True),
         header_plain=header(False),
         tail=tail,
         stop_token=stop.group(),
-        reasoning_open=reasoning_open if found else None,
-        reasoning_close=rest.partition("ANSWER")[0] if found else "",
-        prints_calls="TOOL" in with_call,
+        reasoning_open=None,
+        reasoning_close="",
+        call_open=None,
         special=special,
     )
+    text, marked = turn(content="probe answer", reasoning_content="probe reason")
+    before, found, after = text[template.body_start(text, marked, reasons=True) : marked[1]].partition("probe reason")
+    if found:
+        template = replace(template, reasoning_open=before, reasoning_close=after.partition("probe answer")[0])
+    call = {"type": "function", "id": "call00000", "function": {"name": "probe_tool", "arguments": "{}"}}
+    text, marked = turn(content="", tool_calls=[call])
+    start = template.body_start(text, marked, reasons=False)
+    call_open, found, _ = text[start : marked[1]].partition("probe_tool")
+    return replace(template, call_open=call_open if found else None)
 
 
 def check_prefix(
@@ -167,7 +186,7 @@ def check_prefix(
     """
     turns = [index for index, message in enumerate(chat) if message["role"] == "assistant"]
     whole, _ = jinja.render(chat, tools)
-    for end in sorted({turns[0] + 1, turns[-1]} if turns else ()):
+    for end in sorted({turns[0] + 1, turns[-1]} - {0} if turns else ()):
         beginning, _ = jinja.render(chat[:end], tools)
         if not whole.startswith(beginning):
             raise UserError(
