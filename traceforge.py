@@ -14,7 +14,7 @@ artifacts = typer.Typer(help="What the artifact store holds.", **_OPTIONS)
 app.add_typer(artifacts, name="artifacts")
 
 Config = Annotated[Path, typer.Argument(help="run configuration, a TOML file (see configs/)")]
-DEMO = Path("configs/demo.toml")
+DEMO, TWO_GPU = Path("configs/demo.toml"), Path("configs/qwen3-8b-2x24g.toml")
 _MANY: dict[str, Any] = {"default_factory": list, "show_default": False}
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="overrides a key, in TOML", **_MANY)]
 Refresh = Annotated[list[str], typer.Option(metavar="STAGE", help="runs a stage again, cached or not", **_MANY)]
@@ -147,6 +147,21 @@ def plan(
 
     loaded = load_config(config, set_)
     report = plan_memory(loaded, n_tokens=tokens, n_scored=scored, device_gib=device_gib, host_gib=host_gib)
+    emit(report, json, report.text())
+
+
+@app.command()
+def deploy(
+    set_: Set,
+    config: Annotated[Path, typer.Option(help="what the deployments run by default")] = TWO_GPU,
+    notify: Annotated[str, typer.Option(help="TYPE/NAME of the Prefect block that bad nights are told through")] = "",
+    json: Json = False,
+) -> None:
+    """Registers pools, deployments and automations. Reads deployments/; writes to the configured Prefect server."""
+    from flows.deploy import deploy
+    from schemas.load import load_config
+
+    report = deploy(load_config(config, set_), notify=notify or None)
     emit(report, json, report.text())
 
 

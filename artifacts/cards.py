@@ -19,6 +19,7 @@ from schemas.reports import (
     Trained,
     TrainReport,
 )
+from schemas.runs import RunReport
 
 DROPPED_SHOWN = 20
 """All of a card lies in the server's database; the report in the artifact store has the whole list."""
@@ -287,3 +288,11 @@ def _(result: Promoted) -> Card:
     reasons = "\n".join(f"- {_cell(reason)}" for reason in report.reasons)
     rows = [("candidate", report.candidate_sha256[:16]), ("incumbent", (report.incumbent_sha256 or "none")[:16])]
     return Card("promote", "Promotion", _page(verdict, reasons, _table(("", "sha256"), rows)))
+
+
+def run_card(report: RunReport) -> Card:
+    """The page of a whole run: one line a stage."""
+    rows = [(run.stage, run.outcome, f"{run.wall_s:,.1f}", run.summary) for run in report.stages]
+    verdict = f"**{report.status}**" + (f": {_cell(report.message)}" if report.message else "")
+    head = f"{verdict}, {report.wall_s:,.1f} s, store `{report.store}`, record `runs/{report.run_id}.json`."
+    return Card("run", f"Run {report.name}", _page(head, _table(("stage", "", "seconds", "result"), rows)))

@@ -9,14 +9,13 @@ from uuid import uuid4
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
-from artifacts.cards import card, summary
+from artifacts.cards import Card, card, run_card, summary
 from artifacts.locks import in_use
 from artifacts.runs import write_run
 from artifacts.store import Store
 from flows.reporting import PrefectReporter
 from flows.stages import Execution, stage_task
 from schemas.config import RunConfig
-from schemas.reports import StageResult
 from schemas.requests import StageName
 from schemas.runs import RunReport, RunStatus, StageRun
 from tasks.progress import finished, observed_by, started
@@ -71,6 +70,7 @@ class Pipeline:
         self._update(status=status, message="" if status == "completed" else f"{error}")
         for scope in reversed(self._scopes):
             scope.__exit__(None, None, None)
+        show(run_card(self.report))
         return kind is Reached
 
     def __call__(self, stage: Stage[RequestT, ResultT], **inputs: Any) -> ResultT:
@@ -105,13 +105,12 @@ class Pipeline:
         if result is None:
             state.result()  # raises what the stage raised
             raise RuntimeError(f"{stage.name} ended as {state.name}")
-        publish(result)
+        show(card(result))
         if stage.name == self._until:
             raise Reached
         return result
 
 
-def publish(result: StageResult) -> None:
-    """Shows a result's card in the Prefect UI. Outside the stage's task, so a cached stage has its card too."""
-    page = card(result)
+def show(page: Card) -> None:
+    """Puts a card into the Prefect UI. Outside the stages' tasks, so that a cached stage has its card too."""
     create_markdown_artifact(page.markdown, key=page.key, description=page.title)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from artifacts.store import file_sha256, payload_digest
 from schemas.config import RunConfig
 from tasks.ingest import source_digest
+from tasks.stages import ALL_STAGES
 
 
 class RunInputs(NamedTuple):
@@ -17,7 +18,7 @@ class RunInputs(NamedTuple):
     template_sha256: str
     """Of the user's own chat template file; empty for one that is known by name."""
     sha256: str
-    """Of all these and of the configuration: equal when a run would find nothing new."""
+    """Of all these, of the configuration and of the stages' versions: equal when a run would find nothing new."""
 
 
 def run_inputs(config: RunConfig) -> RunInputs:
@@ -31,5 +32,6 @@ def run_inputs(config: RunConfig) -> RunInputs:
     model_sha256 = payload_digest(folder, "listing")[0] if folder.is_dir() else ""
     template_sha256 = file_sha256(template) if template.is_file() else ""
     sections = config.model_dump(mode="json", exclude={"store": True, "source": {"paths"}})
-    text = json.dumps([source, model_sha256, template_sha256, sections], sort_keys=True)
+    versions = {stage.name: stage.version() for stage in ALL_STAGES}
+    text = json.dumps([source, model_sha256, template_sha256, sections, versions], sort_keys=True)
     return RunInputs(source, model_sha256, template_sha256, hashlib.sha256(text.encode()).hexdigest())

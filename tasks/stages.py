@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from artifacts.store import Store
 from schemas.reports import (
@@ -174,3 +174,5 @@ EVALUATE = Stage(
     "evaluate", "evaluated", EvaluateRequest, Evaluated, _evaluate, "tasks.evaluate", trains=True, retries=1
 )
 PROMOTE = Stage("promote", "promoted", PromoteRequest, Promoted, _promote, "tasks.promote", cached=False)
+
+ALL_STAGES: tuple[Stage[Any, Any], ...] = (INGEST, MODEL, RENDER, PAIRS, SFT, SIMPO, EVALUATE, PROMOTE)
