@@ -6,8 +6,10 @@ the table is the same whatever was read on which night, and memory does not grow
 Nothing is left out in silence: what cannot be read is quarantined with its reason, and the rest goes on.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,20 @@ def _catalog_folder(config: SourceConfig, store: Store) -> Path:
     return store.root / "ingested" / key[:16]
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Parsed documents are large trees without cycles: the cyclic collector walks them for nothing, at a sixth of the
+    time. Reference counting frees them all the same; what exceptions leave behind is collected once a segment.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = None) -> Ingested:
     """Reads what is new under `config.paths` and writes one table of all its runs into the store.
 
@@ -212,8 +228,9 @@ def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = No
     with open_catalog(folder) as catalog, store.staging() as staging:
         files = changed_files(catalog)
         writer = SegmentWriter(folder, config, catalog, file_done)
-        while writer.write(files):
-            pass
+        with _collector_paused():
+            while writer.write(files):
+                gc.collect()
         catalog.forget_missing()
         _join_outcomes(catalog)
         dropped = _drop_repeats(folder, catalog, config)

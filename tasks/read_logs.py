@@ -113,15 +113,29 @@ def _file_runs(file: InputFile, config: SourceConfig, read: _Read) -> Iterator[t
         read.quarantined.append((file.name, str(error)))
 
 
+def _chain(run: Trajectory) -> list[str]:
+    """Digest of each opening of the run: after its first message, its second, ..."""
+    links = [""]
+    for message in run.messages:
+        links.append(digest(links[-1], message.role, message.content, repr(message.tool_calls)))
+    return links[1:]
+
+
 def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapter, run: Trajectory) -> RunEntry:
-    calls = {call.call_id for message in run.messages for call in message.tool_calls}
-    tail = None
-    if adapter.snapshots:
-        chain = [""]
-        for message in run.messages:
-            chain.append(digest(chain[-1], message.role, message.content, repr(message.tool_calls)))
-        tail = chain[-1]
-        read.openings += [(link, len(read.entries)) for link in chain[1:-1]]
+    chain = _chain(run) if adapter.snapshots else [None]
+    read.openings += [(link, len(read.entries)) for link in chain[:-1] if link is not None]
+    calls: set[str | None] = set()
+    n_turns = n_calls = n_observations = n_chars = n_unpaired = 0
+    for message in run.messages:
+        n_turns += message.role == "assistant" and message.author == "policy"
+        n_calls += len(message.tool_calls) + len(message.action_spans)
+        n_observations += message.author == "environment"
+        n_chars += len(message.content) + len(message.reasoning or "")
+        for call in message.tool_calls:
+            calls.add(call.call_id)
+            n_chars += len(call.arguments)
+    for message in run.messages:
+        n_unpaired += message.tool_call_id is not None and message.tool_call_id not in calls
     return RunEntry(
         file=file.name,
         seq=len(read.entries),
@@ -136,19 +150,12 @@ def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapte
         score=run.outcome.score,
         exit_status=run.exit_status,
         n_messages=len(run.messages),
-        n_turns=run.n_turns,
-        n_calls=sum(len(message.tool_calls) + len(message.action_spans) for message in run.messages),
-        n_observations=sum(message.author == "environment" for message in run.messages),
-        n_unpaired=sum(
-            message.tool_call_id is not None and message.tool_call_id not in calls for message in run.messages
-        ),
-        n_chars=sum(
-            len(message.content)
-            + len(message.reasoning or "")
-            + sum(len(call.arguments) for call in message.tool_calls)
-            for message in run.messages
-        ),
-        tail=tail,
+        n_turns=n_turns,
+        n_calls=n_calls,
+        n_observations=n_observations,
+        n_unpaired=n_unpaired,
+        n_chars=n_chars,
+        tail=chain[-1],
     )
 
 

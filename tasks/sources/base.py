@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+import orjson
 from pydantic import ValidationError
 
 from schemas.trajectory import CharSpan, Message, Outcome, OutcomeSource, ToolCall, Trajectory
@@ -153,14 +154,16 @@ def instance_in_path(path: str) -> str | None:
     return None
 
 
+def _list_bytes(parts: list[str | None]) -> bytes:
+    try:
+        return orjson.dumps(parts)
+    except orjson.JSONEncodeError:  # a lone surrogate
+        return json.dumps(parts).encode()
+
+
 def digest(*parts: str | None) -> str:
     """32 hex digits over the parts; lone surrogates are hashed, not refused."""
-    hasher = hashlib.sha256()
-    for part in parts:
-        data = b"\0" if part is None else part.encode("utf-8", "surrogatepass")
-        hasher.update(len(data).to_bytes(8, "big"))
-        hasher.update(data)
-    return hasher.hexdigest()[:32]
+    return hashlib.sha256(_list_bytes(list(parts))).hexdigest()[:32]
 
 
 _ISSUE = re.compile(r"<pr_description>(.+?)</pr_description>|\bISSUE:\n(.+?)\n+INSTRUCTIONS:", re.DOTALL)
@@ -185,9 +188,10 @@ def content_id(task_id: str, messages: Iterable[Message]) -> str:
     """Identity of a run by what was said in it."""
     parts: list[str | None] = [task_id]
     for message in messages:
-        parts += [message.role, message.author, message.content, message.reasoning, message.tool_call_id]
-        parts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.call_id)]
-    return digest(*parts)
+        parts += (message.role, message.author, message.content, message.reasoning, message.tool_call_id)
+        for call in message.tool_calls:
+            parts += (call.name, call.arguments, call.call_id)
+    return hashlib.sha256(_list_bytes(parts)).hexdigest()[:32]
 
 
 def reward_outcome(value: Any, source: OutcomeSource = "reward", *, resolved_from: float = 1.0) -> Outcome:

@@ -62,16 +62,17 @@ def calls_of(raw: dict[str, Any]) -> tuple[ToolCall, ...]:
 
 def reasoning_of(raw: dict[str, Any]) -> str | None:
     """Reasoning text beside the content; copies of it are read once."""
-    for value in (
-        raw.get("reasoning_content"),
-        raw.get("reasoning"),
-        get(raw, "provider_specific_fields", "reasoning_content"),
-    ):
+    for value in (raw.get("reasoning_content"), raw.get("reasoning")):
         if isinstance(value, str) and value:
             return value
-    blocks = [block.get("thinking") for block in dicts(raw.get("thinking_blocks"))]
-    joined = "\n".join(text for text in blocks if isinstance(text, str) and text)
-    return joined or None
+    copied = get(raw, "provider_specific_fields", "reasoning_content")
+    if isinstance(copied, str) and copied:
+        return copied
+    blocks = raw.get("thinking_blocks")
+    if not blocks:
+        return None
+    thoughts = [block.get("thinking") for block in dicts(blocks)]
+    return "\n".join(text for text in thoughts if isinstance(text, str) and text) or None
 
 
 def return_code_failed(content: str) -> bool | None:

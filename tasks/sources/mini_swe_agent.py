@@ -93,11 +93,12 @@ def _read_item(raw: dict[str, Any], *, started: bool) -> Message | None:
         return None
     if role == "assistant":
         return _assistant(raw)
-    message = read_message(raw, user="environment" if started else "harness")
-    if message.role == "system" or message.author == "harness":
-        interrupted = bool(get(raw, "extra", "interrupt_type"))
-        return message.model_copy(update={"author": "environment", "failed": True}) if interrupted else message
-    return message.model_copy(update={"failed": _failed(raw, message.content)})
+    if role == "system":
+        return read_message(raw)
+    interrupted = bool(get(raw, "extra", "interrupt_type"))
+    observes = started or role != "user" or interrupted
+    failed = _failed(raw, text_of(raw.get("content"))) if observes else None
+    return read_message(raw, user="environment" if observes else "harness", failed=failed)
 
 
 def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:

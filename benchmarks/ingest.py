@@ -1,0 +1,164 @@
+"""How fast and in how much memory logs are ingested: `python -m benchmarks.ingest --gb 1 5`.
+
+A corpus of mini-swe-agent runs is generated (about a third conversation, the rest copies and metadata, as in real
+files; every run different). Each measurement is a process of its own: `json.loads` over the same bytes, ingestion, and
+ingestion again with nothing changed. Speed is bytes on disk over CPU time of that process, so a busy machine does not
+change it; peak memory is the process's own.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+WORDS = ("def", "self", "return", "import", "value", "node", "index", "error", "test", "file", "class", "raise", "list")
+GB = 1_000_000_000
+
+
+def _code(rng: random.Random, n_chars: int) -> str:
+    lines = []
+    while sum(map(len, lines)) < n_chars:
+        words = rng.choices(WORDS, k=rng.randint(3, 9))
+        lines.append(" " * rng.choice((4, 8, 12)) + f"{words[0]}_{rng.randint(0, 999)} = {'.'.join(words[1:])}()\n")
+    return "".join(lines)
+
+
+def make_run(rng: random.Random, number: int) -> dict[str, Any]:
+    """One run as mini-swe-agent 1.1 stores it: each response a second time whole, outputs also uncut."""
+    instance = f"owner__project-{number}"
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You can run bash commands."},
+        {"role": "user", "content": f"Fix issue {number}.\n" + _code(rng, 4000)},
+    ]
+    for turn in range(rng.randint(20, 60)):
+        call_id = f"call_{number}_{turn}"
+        arguments = json.dumps({"command": f"sed -n {turn},{turn + 40}p src/module_{rng.randint(0, 99)}.py"})
+        call = {"id": call_id, "type": "function", "function": {"name": "bash", "arguments": arguments}}
+        message = {"role": "assistant", "content": f"Step {turn}: " + _code(rng, 200), "tool_calls": [call]}
+        usage = {"prompt_tokens": rng.randint(1000, 90000), "completion_tokens": 120, "prompt_tokens_details": None}
+        response = {"id": f"r{turn}", "object": "chat.completion", "choices": [{"message": message}], "usage": usage}
+        messages.append({**message, "extra": {"response": response, "cost": 0.001, "timestamp": 1.7e9 + turn}})
+        output = _code(rng, rng.randint(200, 4000))
+        content = f"<returncode>{turn % 7 == 0:d}</returncode>\n<output>\n{output}</output>"
+        extra = {"raw_output": output, "returncode": int(turn % 7 == 0), "timestamp": 1.7e9 + turn}
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content, "extra": extra})
+    return {
+        "info": {"exit_status": "Submitted", "submission": "diff --git a/x b/x\n", "mini_version": "2.2.7"},
+        "messages": messages,
+        "trajectory_format": "mini-swe-agent-1.1",
+        "instance_id": instance,
+    }
+
+
+def make_corpus(folder: Path, n_bytes: int, seed: int = 0) -> int:
+    """Writes runs until `n_bytes` are reached; 200 different bodies, each repeated under another name and task.
+
+    Returns:
+        the number of files.
+    """
+    rng = random.Random(seed)
+    bodies = [json.dumps(make_run(rng, 10_000_000 + number), indent=2).encode() for number in range(200)]
+    written = n_files = 0
+    while written < n_bytes:
+        original = str(10_000_000 + n_files % len(bodies)).encode()
+        data = bodies[n_files % len(bodies)].replace(original, str(20_000_000 + n_files).encode())
+        path = folder / f"part-{n_files // 1000:04d}" / f"run-{n_files:07d}.traj.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        written += len(data)
+        n_files += 1
+    return n_files
+
+
+def _measure_json(folder: Path) -> dict[str, Any]:
+    n_bytes, n_seconds = 0, 0.0
+    for path in sorted(folder.rglob("*.json")):
+        data = path.read_bytes()
+        started = time.process_time()
+        json.loads(data)
+        n_seconds += time.process_time() - started
+        n_bytes += len(data)
+    return {"n_bytes": n_bytes, "cpu_s": n_seconds}
+
+
+def _measure_ingest(folder: Path, store: Path) -> dict[str, Any]:
+    from artifacts.store import Store
+    from schemas.config import SourceConfig
+    from tasks.ingest import ingest
+
+    started, cpu = time.perf_counter(), time.process_time()
+    result = ingest(SourceConfig(paths=(str(folder),)), Store(store))
+    return {
+        "cpu_s": time.process_time() - cpu,
+        "wall_s": time.perf_counter() - started,
+        "n_rows": result.trajectories.n_rows,
+        "n_reused": result.report.n_files_reused,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _child(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.ingest", "--child", *arguments]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def measure(size_gb: float, scratch: Path) -> dict[str, Any]:
+    """All numbers for one corpus size."""
+    folder, store = scratch / "logs", scratch / "store"
+    folder.mkdir()
+    n_files = make_corpus(folder, int(size_gb * GB))
+    plain = _child("json", str(folder))
+    first = _child("ingest", str(folder), str(store))
+    again = _child("ingest", str(folder), str(store))
+    n_bytes = plain["n_bytes"]
+    return {
+        "gb": n_bytes / GB,
+        "n_files": n_files,
+        "json_mb_per_s": n_bytes / plain["cpu_s"] / 1e6,
+        "ingest_mb_per_s": n_bytes / first["cpu_s"] / 1e6,
+        "share_of_json": plain["cpu_s"] / first["cpu_s"],
+        "ns_per_byte": first["cpu_s"] / n_bytes * 1e9,
+        "wall_s": first["wall_s"],
+        "peak_mib": first["peak_mib"],
+        "again_s": again["wall_s"],
+        "again_peak_mib": again["peak_mib"],
+        "n_rows": first["n_rows"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, nargs="+", default=[0.2, 1.0], help="corpus sizes in 10^9 bytes")
+    parser.add_argument(
+        "--scratch", type=Path, help="folder for the corpus and the store; a temporary one if not given"
+    )
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        kind, folder, *rest = arguments.child
+        result = _measure_json(Path(folder)) if kind == "json" else _measure_ingest(Path(folder), Path(rest[0]))
+        print(json.dumps(result))
+        return
+    rows = []
+    for size in arguments.gb:
+        scratch = Path(tempfile.mkdtemp(prefix="ingest-", dir=arguments.scratch))
+        try:
+            rows.append(measure(size, scratch))
+        finally:
+            shutil.rmtree(scratch)
+        print(json.dumps({key: round(value, 3) for key, value in rows[-1].items()}), flush=True)
+    if len(rows) > 1:
+        print(json.dumps({"ns_per_byte_last_over_first": round(rows[-1]["ns_per_byte"] / rows[0]["ns_per_byte"], 3)}))
+    print(json.dumps({"cpus": os.cpu_count(), "python": sys.version.split()[0]}))
+
+
+if __name__ == "__main__":
+    main()
