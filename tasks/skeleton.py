@@ -10,7 +10,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
@@ -34,7 +34,7 @@ class RenderError(Exception):
 class Jinja:
     """A chat template's source and the variables it is rendered with (bos_token and the like)."""
 
-    source: str
+    source: str = field(repr=False)
     variables: Mapping[str, Any]
 
     def render(

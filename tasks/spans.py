@@ -109,8 +109,8 @@ def _turn(
     if message.tool_calls:
         call_open = template.call_open or ""
         # a line end between text and call goes with the text, so that a call's first token is its own
-        text_end = parts["name", 0].start - len(call_open) if content else start
-        if not text.startswith(call_open, text_end):
+        text_end = parts["name", 0].start - len(call_open)
+        if text_end < start or not text.startswith(call_open, text_end):
             raise RenderError(f"the first call of message {index} does not begin as the template's calls do")
         spans += _fenced(start, text_end, message, content, index)
         spans += _calls(text, text_end, end, len(message.tool_calls), parts, index)
