@@ -30,12 +30,14 @@ def config_dict(layers: int = 36) -> dict[str, Any]:
     return QWEN3_8B | {"num_hidden_layers": layers}
 
 
-def random_nf4_model(config: dict[str, Any], *, rank: int = 16) -> Any:
+def random_nf4_model(config: dict[str, Any], *, rank: int = 16, residual_std: float = 0.02) -> Any:
     """A peft model with random weights: decoder linears NF4 (double-quantised) and the rest bfloat16, on the GPU.
 
     LoRA's B is random too, so that every gradient is non-zero.
     """
-    import bitsandbytes.nn as quantised
+    import bitsandbytes
+
+    quantised: Any = bitsandbytes.nn
 
     make_weight: Any = quantised.Params4bit
     torch.manual_seed(0)
@@ -55,7 +57,10 @@ def random_nf4_model(config: dict[str, Any], *, rank: int = 16) -> Any:
                 )  # fmt: skip
                 weight = torch.randn(old.out_features, old.in_features, device="cuda", dtype=torch.bfloat16)
                 packed: Any = make_weight(
-                    weight.mul_(0.02).cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True
+                    weight.mul_(residual_std if name in ("o_proj", "down_proj") else 0.02),
+                    requires_grad=False,
+                    quant_type="nf4",
+                    compress_statistics=True,
                 )
                 new.weight = packed.to("cuda")
                 setattr(part, name, new)

@@ -13,156 +13,19 @@ The residual connections are the additions into that one gradient.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.attention import AttentionBackend
 from engine.kernels import GroupColumns
-from engine.linears import AdapterGradients, PackedLinears, compute_dtype
-from engine.offload import Kept, TileReader, Transfers
-from engine.plan import Dimensions, MemoryPlan
-
-_MID_RING = 3  # tiles of the mid residual in flight to the host
-
-
-@dataclasses.dataclass
-class LayerActivations:
-    """What one layer keeps (None: recomputed). Attention output and log-sum-exp are per group of heads."""
-
-    input: Kept | None = None
-    mid: Kept | None = None
-    qkv: Kept | None = None
-    gate_up: Kept | None = None
-    attention: list[Kept] = dataclasses.field(default_factory=list)
-    lse: list[Kept] = dataclasses.field(default_factory=list)
+from engine.linears import AdapterGradients
+from engine.offload import Kept, Staging, TileReader
+from engine.plan import FIELDS
+from engine.workspace import MID_RING, LayerActivations, Workspace
 
 
-class LayerWalk:
-    """Workspace and arithmetic for the layers of one decoder at one length."""
-
-    def __init__(
-        self, decoder: Any, plan: MemoryPlan, n_tokens: int, transfers: Transfers, backend: AttentionBackend
-    ) -> None:
-        first, config = decoder.layers[0], decoder.config
-        self.plan, self.n_tokens, self.transfers, self.backend = plan, n_tokens, transfers, backend
-        self.device, self.dtype = transfers.device, compute_dtype(first.self_attn.q_proj)
-        self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
-        self.spans = [
-            slice(start, min(start + plan.tile_tokens, n_tokens)) for start in range(0, n_tokens, plan.tile_tokens)
-        ]
-        align = 64 if self.device.type == "cuda" else 1
-        packs = [PackedLinears(modules, self.dtype, self.device, align) for modules in self._modules(first)]
-        self.qkv, self.out, self.gate_up, self.down = packs
-        self.hidden_size, self.mlp_size = config.hidden_size, self.down.n_in
-        self.head_size: int = first.self_attn.head_dim
-        self.query_heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
-        self.scale = float(first.self_attn.scaling)
-        self.eps = float(first.input_layernorm.variance_epsilon)
-        self.groups = self._group_columns()
-        self._qkv_TW = self._empty(n_tokens, self.qkv.n_out + self.qkv.extra)
-        rows = self.spans[0].stop
-        self._normed_NX = self._empty(rows, self.hidden_size + max(self.qkv.extra, self.gate_up.extra))
-        self._gate_up_NX = self._empty(rows, self.gate_up.n_out + self.gate_up.extra)
-        self._mlp_NX = self._empty(rows, self.mlp_size + self.down.extra)
-        self._attended_NX = self._empty(rows, self.out.n_in + self.out.extra)
-        self._mid_ring = [self._empty(rows, self.hidden_size) for _ in range(min(_MID_RING, len(self.spans)))]
-        self._ring_events: list[torch.cuda.Event | None] = [None] * _MID_RING
-        self._in_flight: list[Tensor] = []  # sources of copies to the host, alive until these are done
-        positions_1T = torch.arange(n_tokens, device=self.device)[None]
-        probe = torch.empty(0, dtype=self.sum_dtype, device=self.device)
-        cos_1TE, sin_1TE = decoder.rotary_emb(probe, positions_1T)
-        half = self.head_size // 2
-        self.cos_TJ, self.sin_TJ = cos_1TE[0, :, :half].contiguous(), sin_1TE[0, :, :half].contiguous()
-        self.sizes = Dimensions(
-            n_layers=len(decoder.layers), hidden_size=self.hidden_size, mlp_size=self.mlp_size,
-            vocab_size=config.vocab_size, n_query_heads=self.query_heads, n_key_heads=self.key_heads,
-            head_size=self.head_size, itemsize=self.dtype.itemsize, extra_qkv=self.qkv.extra,
-            extra_out=self.out.extra, extra_gate_up=self.gate_up.extra, extra_down=self.down.extra,
-        )  # fmt: skip
-        self.grad_width = self.hidden_size + max(self.out.extra, self.down.extra)
-
-    @staticmethod
-    def _modules(layer: Any) -> list[list[Any]]:
-        attn, mlp = layer.self_attn, layer.mlp
-        return [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
-
-    def _group_columns(self) -> list[GroupColumns]:
-        n_groups, size = self.plan.head_groups, self.head_size
-        query, key = self.query_heads // n_groups, self.key_heads // n_groups
-        key_start = self.query_heads * size
-        value_start = key_start + self.key_heads * size
-        return [
-            GroupColumns(
-                head_size=size, query_heads=query, key_heads=key, query_column=g * query * size,
-                key_column=key_start + g * key * size, value_column=value_start + g * key * size,
-            )
-            for g in range(n_groups)
-        ]  # fmt: skip
-
-    def _empty(self, rows: int, width: int) -> Tensor:
-        return torch.empty(rows, width, dtype=self.dtype, device=self.device)
-
-    def load(self, layer: Any) -> None:
-        """Dequantise the layer's weights, once for this pass over it."""
-        self.layer = layer
-        for pack, modules in zip((self.qkv, self.out, self.gate_up, self.down), self._modules(layer), strict=True):
-            pack.load(modules)
-
-    # -- pieces used in both directions --------------------------------------------------------------------------
-
-    def _normed(self, x_ND: Tensor, norm: Any, pack: PackedLinears) -> Tensor:
-        normed_NX = self._normed_NX[: x_ND.shape[0], : pack.n_in + pack.extra]
-        kernels.rms_norm(x_ND, norm.weight, self.eps, normed_NX[:, : pack.n_in])
-        return normed_NX
-
-    def _project_qkv(self, x_ND: Tensor, span: slice) -> None:
-        normed_NX = self._normed(x_ND, self.layer.input_layernorm, self.qkv)
-        self.qkv.forward(normed_NX, self._qkv_TW[span, : self.qkv.n_out])
-
-    def _mid(self, x_ND: Tensor, attention_N: list[Tensor], out_ND: Tensor) -> None:
-        attended_NX = self._attended_NX[: x_ND.shape[0]]
-        torch.cat(attention_N, dim=1, out=attended_NX[:, : self.out.n_in])
-        self.out.forward(attended_NX, out_ND, residual_NO=x_ND)
-
-    def _mlp(self, mid_ND: Tensor, out_ND: Tensor, gate_up: Kept | None, span: slice) -> None:
-        normed_NX = self._normed(mid_ND, self.layer.post_attention_layernorm, self.gate_up)
-        gate_up_NX = self._gate_up_NX[: mid_ND.shape[0]]
-        self.gate_up.forward(normed_NX, gate_up_NX[:, : self.gate_up.n_out])
-        if gate_up is not None:
-            self.transfers.write(gate_up, span, gate_up_NX)
-        mlp_NX = self._mlp_NX[: mid_ND.shape[0]]
-        kernels.swiglu(gate_up_NX[:, : self.gate_up.n_out], mlp_NX[:, : self.mlp_size])
-        self.down.forward(mlp_NX, out_ND, residual_NO=mid_ND)
-        self.transfers.wait_written(gate_up)
-
-    def _norms(self) -> tuple[Tensor, Tensor] | None:
-        attn = self.layer.self_attn
-        return (attn.q_norm.weight, attn.k_norm.weight) if hasattr(attn, "q_norm") else None
-
-    def _group_qkv(self, packed_TW: Tensor, columns: GroupColumns) -> tuple[Tensor, Tensor, Tensor]:
-        out_TSE = torch.empty(self.n_tokens, columns.heads, self.head_size, dtype=self.dtype, device=self.device)
-        kernels.norm_rope(packed_TW, columns, self._norms(), self.eps, self.cos_TJ, self.sin_TJ, out_TSE)
-        q_THE, k_TKE, v_TKE = out_TSE.split([columns.query_heads, columns.key_heads, columns.key_heads], dim=1)
-        return q_THE, k_TKE, v_TKE
-
-    def _attend(self, kept: LayerActivations) -> list[Tensor]:
-        """Attention of every group from the packed q|k|v; outputs [T, heads * E], kept where the plan says."""
-        outputs = []
-        for index, columns in enumerate(self.groups):
-            out_THE, lse_HT = self.backend.forward(*self._group_qkv(self._qkv_TW, columns), self.scale)
-            outputs.append(out_THE.reshape(self.n_tokens, -1))
-            if kept.attention:
-                self.transfers.write(kept.attention[index], slice(None), outputs[-1])
-                self.transfers.write(kept.lse[index], slice(None), lse_HT)
-                self._in_flight.append(lse_HT)
-        return outputs
-
-    # -- forward -------------------------------------------------------------------------------------------------
+class LayerForward(Workspace):
+    """Forward of one layer at a time."""
 
     def forward(self, hidden_TD: Tensor, kept: LayerActivations | None, next_input: Kept | None) -> None:
         """Overwrite a layer's input by its output. `load` the layer first; kept=None keeps nothing."""
@@ -177,31 +40,50 @@ class LayerWalk:
             mid_ND = self._ring_tile(index, span)
             self._mid(hidden_TD[span], [out[span] for out in outputs], mid_ND)
             if kept.mid is not None:
-                self._ring_events[index % _MID_RING] = self.transfers.write(kept.mid, span, mid_ND)
+                self._ring_events[index % MID_RING] = self.transfers.write(kept.mid, span, mid_ND)
             self._mlp(mid_ND, hidden_TD[span], kept.gate_up, span)
             if next_input is not None:
                 self.transfers.write(next_input, span, hidden_TD[span])
         self._wait_all(kept)
 
-    def _ring_tile(self, index: int, span: slice) -> Tensor:
-        self.transfers.wait(self._ring_events[index % _MID_RING])
-        return self._mid_ring[index % len(self._mid_ring)][: span.stop - span.start]
+    def finish(self) -> None:
+        """All copies to the host are done before the workspace may be freed."""
+        self.transfers.wait(self._gate_up_written)
 
-    def _wait_all(self, kept: LayerActivations) -> None:
-        """After this, what is kept has left the device and its sources may be reused."""
-        for item in (*kept.attention, *kept.lse, kept.qkv, kept.mid):
-            self.transfers.wait_written(item)
-        self._in_flight.clear()
+
+class LayerBackward(Workspace):
+    """Backward of one layer at a time, last layer first, and what it needs computed again."""
+
+    def prepare(self) -> None:
+        """Buffers that kept activations arrive in; call once, before the first layer."""
+        plan, rows, hidden = self.plan, self.spans[0].stop, self.hidden_size
+        remote = self.device.type == "cuda"
+        on_host = {field: remote and any(getattr(x, field) == "host" for x in plan.layers) for field in FIELDS}
+        first = max(hidden * on_host["mid"], hidden * on_host["input"] + self.out.n_in * on_host["attention"])
+        if remote and plan.scratch_attention and plan.layers[0].input == "host":
+            first = hidden + self.out.n_in
+        self._first = Staging(self.transfers, rows * first, self.dtype)
+        self._inputs = Staging(self.transfers, rows * hidden * on_host["input"], self.dtype)
+        heads = self.groups[0].query_heads
+        grouped = on_host["attention"] or (plan.scratch_attention > 0 and on_host["input"])
+        count = min(2, len(self.groups))
+        size = self.n_tokens * heads * grouped
+        self._outputs = Staging(self.transfers, size * self.head_size, self.dtype, count)
+        self._lse = Staging(self.transfers, size, self.sum_dtype, count)
+        self._free: torch.cuda.Event | None = self.transfers.mark()  # since when packed q|k|v may be overwritten
+        self._fetched: Kept | None = None
+        self._gate_up_events: list[torch.cuda.Event | None] = []
+        self._upcoming: tuple[LayerActivations, TileReader] | None = None
 
     def restore_output(self, source: Kept, kept: LayerActivations, output: Kept) -> None:
         """The layer's output from its input and its kept attention output: o_proj and MLP only."""
         for index, (span, (x_ND, *attention)) in enumerate(
-            TileReader(self.transfers, [source, *kept.attention], self.spans)
+            TileReader(self._first, [source, *kept.attention], self.spans)
         ):
             mid_ND = self._ring_tile(index, span)
             self._mid(x_ND, attention, mid_ND)
             self._mlp(mid_ND, mid_ND, None, span)
-            self._ring_events[index % _MID_RING] = self.transfers.write(output, span, mid_ND)
+            self._ring_events[index % MID_RING] = self.transfers.write(output, span, mid_ND)
 
     def restore_attention(self, source: Kept, kept: LayerActivations) -> None:
         """Attention outputs again from the layer's input; leaves the packed q|k|v filled."""
@@ -211,56 +93,80 @@ class LayerWalk:
         del outputs
 
     def _fill_qkv(self, source: Kept) -> None:
-        for span, (x_ND,) in TileReader(self.transfers, [source], self.spans):
+        for span, (x_ND,) in TileReader(self._inputs, [source], self.spans):
             self._project_qkv(x_ND, span)
 
-    # -- backward ------------------------------------------------------------------------------------------------
-
-    def mlp_reader(self, source: Kept, kept: LayerActivations) -> TileReader:
-        """Starts fetching what step 1 of backward reads; may be called before the layer is loaded."""
+    def _mlp_reader(self, source: Kept, kept: LayerActivations) -> TileReader:
         first = [kept.mid] if kept.mid is not None else [source, *kept.attention]
-        if kept.gate_up is not None:
+        if kept.gate_up is not None and not self.transfers.is_remote(kept.gate_up):
             first.append(kept.gate_up)
-        return TileReader(self.transfers, first, self.spans)
+        return TileReader(self._first, first, self.spans)
+
+    def _fetch_gate_up(self, kept: LayerActivations) -> None:
+        if kept.gate_up is None or self._gate_up_TX is None or not self.transfers.is_remote(kept.gate_up):
+            return
+        free = self.transfers.mark()
+        self._fetched, self._gate_up_events = kept.gate_up, [
+            self.transfers.load(kept.gate_up, span, self._gate_up_TX[span], free, bulk=True) for span in self.spans
+        ]  # fmt: skip
+
+    def _look_ahead(self, below: tuple[Kept | None, LayerActivations]) -> None:
+        """Start fetching the first tiles of the layer below, unless something of it has to be computed again first."""
+        source, kept = below
+        if source is not None and (kept.mid is not None or kept.attention):
+            self._upcoming = kept, self._mlp_reader(source, kept)
 
     def backward(
         self,
         grad_TX: Tensor,
         source: Kept,
         kept: LayerActivations,
-        reader: TileReader,
+        below: tuple[Kept | None, LayerActivations] | None,
         *,
         qkv_filled: bool,
-        prefetch: Callable[[], None],
     ) -> dict[int, Tensor]:
         """Turn d(loss)/d(output), the first D columns of grad_TX, into d(loss)/d(input); LoRA gradients by id.
 
-        `source` is the layer's input, `reader` its `mlp_reader`; `prefetch` is called before step 3, so that the next
-        layer's first tiles travel meanwhile.
+        `source` is the layer's input and `below` the same pair of the next layer to come, whose first tiles travel
+        while this one computes. `qkv_filled`: `restore_attention` ran for this layer just now.
         """
         sums = [AdapterGradients(pack, self.sum_dtype) for pack in (self.qkv, self.out, self.gate_up, self.down)]
         packed_TW, fetch_qkv, events = self._qkv_TW, False, []
         if kept.qkv is not None and not qkv_filled:
             fetch_qkv = self.transfers.is_remote(kept.qkv)
             packed_TW = packed_TW if fetch_qkv else kept.qkv.data_TW
-        for span, tiles in reader:
+        if kept.gate_up is not None and self._fetched is not kept.gate_up:
+            self._fetch_gate_up(kept)
+        upcoming, self._upcoming = self._upcoming, None
+        reader = upcoming[1] if upcoming is not None and upcoming[0] is kept else self._mlp_reader(source, kept)
+        first_output = self._group_output(kept, 0)
+        for index, (span, tiles) in enumerate(reader):
             if fetch_qkv and kept.qkv is not None:
-                events.append(self.transfers.load(kept.qkv, span, packed_TW[span]))
-            gate_up_NX = tiles.pop() if kept.gate_up is not None else None
+                events.append(self.transfers.load(kept.qkv, span, packed_TW[span], self._free))
+            gate_up_NX = None
+            if self.transfers.is_remote(kept.gate_up) and self._gate_up_TX is not None:
+                self.transfers.wait(self._gate_up_events[index])
+                gate_up_NX = self._gate_up_TX[span]
+            elif kept.gate_up is not None:
+                gate_up_NX = tiles.pop()
             mid_ND = tiles[0]
             if kept.mid is None:
                 mid_ND = self._mid_ring[0][: span.stop - span.start]
                 self._mid(tiles[0], tiles[1:], mid_ND)
             self._mlp_backward(grad_TX[span], mid_ND, gate_up_NX, sums[2], sums[3])
+        if below is not None:
+            self._fetch_gate_up(below[1])
         if kept.qkv is None and not qkv_filled:
             self._fill_qkv(source)
         for event in events:
             self.transfers.wait(event)
-        input_reader = TileReader(self.transfers, [source], self.spans)
-        self._attention_backward(grad_TX, packed_TW, kept, sums[1])
-        prefetch()
+        input_reader = TileReader(self._inputs, [source], self.spans)
+        self._attention_backward(grad_TX, packed_TW, kept, first_output, sums[1])
+        if below is not None:
+            self._look_ahead(below)
         for span, (x_ND,) in input_reader:
             self._qkv_backward(grad_TX[span], packed_TW[span], x_ND, sums[0])
+        self._free = self.transfers.mark()
         return {key: grad for total in sums for key, grad in total.finish().items()}
 
     def _mlp_backward(
@@ -295,37 +201,54 @@ class LayerWalk:
     def _group_output(self, kept: LayerActivations, index: int) -> list[tuple[Tensor, torch.cuda.Event | None]]:
         """A group's attention output [T, C] and log-sum-exp, on the device once their events have passed."""
         fetched = []
-        for item in (kept.attention[index], kept.lse[index]):
-            if self.transfers.is_remote(item):
-                local = torch.empty_like(item.data_TW, device=self.device)
-                fetched.append((local, self.transfers.load(item, slice(None), local)))
-            else:
+        for item, staging in ((kept.attention[index], self._outputs), (kept.lse[index], self._lse)):
+            if not self.transfers.is_remote(item):
                 fetched.append((item.data_TW, None))
+                continue
+            slot = index % len(staging.buffers)
+            local = staging.buffers[slot].view(item.data_TW.shape)
+            fetched.append((local, self.transfers.load(item, slice(None), local, staging.free[slot])))
         return fetched
 
     def _attention_backward(
-        self, grad_TX: Tensor, packed_TW: Tensor, kept: LayerActivations, sums: AdapterGradients
+        self,
+        grad_TX: Tensor,
+        packed_TW: Tensor,
+        kept: LayerActivations,
+        first_output: list[tuple[Tensor, torch.cuda.Event | None]],
+        sums: AdapterGradients,
     ) -> None:
-        out = self.out
-        bordered_TX = grad_TX[:, : out.n_out + out.extra]
-        out.border_grad(bordered_TX)
-        upcoming = self._group_output(kept, 0)
+        bordered_TX = grad_TX[:, : self.out.n_out + self.out.extra]
+        self.out.border_grad(bordered_TX)
+        upcoming = first_output
         for index, columns in enumerate(self.groups):
             current = upcoming
             upcoming = self._group_output(kept, index + 1) if index + 1 < len(self.groups) else []
             for _, event in current:
                 self.transfers.wait(event)
-            (output_TC, _), (lse_HT, _) = current
-            features = slice(columns.query_column, columns.query_column + output_TC.shape[1])
-            sums.add(bordered_TX, output_TC, out.input_border(output_TC, features), features)
-            grad_output_TC = self._empty(*output_TC.shape)
-            out.input_grad(bordered_TX, grad_output_TC, features)
-            split = (columns.query_heads, self.head_size)
-            grads = self.backend.backward(
-                grad_output_TC.unflatten(1, split), *self._group_qkv(packed_TW, columns),
-                output_TC.unflatten(1, split), lse_HT, self.scale,
-            )  # fmt: skip
-            kernels.norm_rope_backward(packed_TW, columns, self._norms(), self.eps, self.cos_TJ, self.sin_TJ, grads)
+            self._group_backward(bordered_TX, packed_TW, columns, current[0][0], current[1][0], sums)
+            self._outputs.release(index)
+            self._lse.release(index)
+
+    def _group_backward(
+        self,
+        bordered_TX: Tensor,
+        packed_TW: Tensor,
+        columns: GroupColumns,
+        output_TC: Tensor,
+        lse_HT: Tensor,
+        sums: AdapterGradients,
+    ) -> None:
+        out, split = self.out, (columns.query_heads, self.head_size)
+        features = slice(columns.query_column, columns.query_column + output_TC.shape[1])
+        sums.add(bordered_TX, output_TC, out.input_border(output_TC, features), features)
+        grad_output_TC = self._empty(*output_TC.shape)
+        out.input_grad(bordered_TX, grad_output_TC, features)
+        grads = self.backend.backward(
+            grad_output_TC.unflatten(1, split), *self._group_qkv(packed_TW, columns),
+            output_TC.unflatten(1, split), lse_HT, self.scale,
+        )  # fmt: skip
+        kernels.norm_rope_backward(packed_TW, columns, self._norms(), self.eps, self.cos_TJ, self.sin_TJ, grads)
 
     def _qkv_backward(self, grad_NX: Tensor, packed_NW: Tensor, x_ND: Tensor, sums: AdapterGradients) -> None:
         n_rows, size = x_ND.shape

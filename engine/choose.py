@@ -1,14 +1,14 @@
 """Choosing what to keep: the `auto` policy, and the longest branch that fits. Pure arithmetic on `engine.memory`.
 
 Worth per byte, in operations saved by keeping one byte (Qwen3-8B shape, 64K tokens): attention output 64 k, layer
-input 40 k, then q|k|v, mid and gate|up 4 k each. So: inputs and attention outputs on the host first, everything small
-that the host still holds next (its copies overlap with compute), and the wide MLP projections, which a host link
-cannot carry in time, in whatever device memory is left.
+input 40 k, then q|k|v, mid and gate|up 4 k each. So: inputs and attention outputs on the host first, then mid and
+q|k|v (their copies overlap with compute), then the wide MLP projections: in what device memory is left, and on the
+host for one layer in three of long branches, which is as much as a PCIe link carries beside the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.memory import GIB, Ledger, Setup, dimensions, predict
@@ -17,6 +17,9 @@ from schemas.errors import UserError
 
 # Tile tokens and key-value head groups, from fastest to smallest.
 SIZES = ((8192, 1), (8192, 2), (8192, 4), (8192, 8), (4096, 8), (2048, 8))
+BULK_OFFLOAD_TOKENS = 32_768  # from here on a layer computes long enough to hide its wide projections' copies
+BULK_OFFLOAD_STRIDE = 3
+ALLOCATOR_SHARE = 0.97  # of the device memory allowed; the rest is for what the allocator cannot use (measured: 1.5 %)
 LENGTH_STEP_TOKENS = 1024  # `longest_branch` answers in multiples of this
 
 
@@ -88,28 +91,35 @@ def _within_host(
     return best[1] if best else None
 
 
+def _kept_on(plan: MemoryPlan, field: str, place: str, layers: Sequence[int]) -> MemoryPlan:
+    chosen = set(layers)
+    return _with_layers(
+        plan, [layer.model_copy(update={field: place}) if i in chosen else layer for i, layer in enumerate(plan.layers)]
+    )
+
+
 def _filled(
     config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup, device_bytes: int, host_bytes: int
 ) -> MemoryPlan:
-    """The plan with as much more kept as fits: mid and q|k|v on the host, gate|up on the device, last layers first."""
-    for field, place in (("mid", "host"), ("qkv", "host"), ("gate_up", "device")):
+    """The plan with as much more kept as fits; on the device last layers first, since backward frees those first."""
 
-        def candidate(count: int, base: MemoryPlan = plan, field: str = field, place: str = place) -> MemoryPlan:
-            first = len(base.layers) - count
-            return _with_layers(
-                base,
-                [
-                    layer.model_copy(update={field: place}) if i >= first else layer
-                    for i, layer in enumerate(base.layers)
-                ],
-            )
-
-        def fits(count: int, candidate: Callable[[int], MemoryPlan] = candidate) -> bool:
-            ledger = predict(config, n_tokens, candidate(count), setup)
+    def most_kept(base: MemoryPlan, field: str, place: str, order: Sequence[int]) -> MemoryPlan:
+        def fits(count: int) -> bool:
+            ledger = predict(config, n_tokens, _kept_on(base, field, place, order[:count]), setup)
             return ledger.peak_device_bytes <= device_bytes and ledger.host_bytes <= host_bytes
 
-        plan = candidate(_most(len(plan.layers), fits))
-    return plan
+        return _kept_on(base, field, place, order[: _most(len(order), fits)])
+
+    last_first = list(reversed(range(len(plan.layers))))
+    plan = most_kept(plan, "mid", "host", last_first)
+    plan = most_kept(plan, "qkv", "host", last_first)
+    device_only = most_kept(plan, "gate_up", "device", last_first)
+    if n_tokens < BULK_OFFLOAD_TOKENS:
+        return device_only
+    shared = most_kept(plan, "gate_up", "host", range(0, len(plan.layers), BULK_OFFLOAD_STRIDE))
+    free = [i for i in last_first if shared.layers[i].gate_up == "recompute"]
+    shared = most_kept(shared, "gate_up", "device", free)
+    return max(device_only, shared, key=lambda p: sum(layer.gate_up != "recompute" for layer in p.layers))
 
 
 def _plan(
@@ -126,7 +136,7 @@ def _plan(
 
 def longest_branch(config: Mapping[str, Any], setup: Setup, *, device_bytes: int, host_bytes: int) -> int:
     """The longest branch in tokens (a multiple of 1,024) that some plan fits; 0 when none does."""
-    limit = 1
+    device_bytes, limit = int(device_bytes * ALLOCATOR_SHARE), 1
     while limit < 2**14 and _plan(config, limit * LENGTH_STEP_TOKENS, setup, device_bytes, host_bytes) is not None:
         limit *= 2
     return LENGTH_STEP_TOKENS * _most(
@@ -139,11 +149,12 @@ def choose_plan(
     config: Mapping[str, Any], n_tokens: int, setup: Setup, *, device_bytes: int, host_bytes: int
 ) -> tuple[MemoryPlan, Ledger]:
     """The `auto` policy for a branch of n_tokens; UserError, with the longest that would fit, when nothing does."""
+    allowed_bytes, device_bytes = device_bytes, int(device_bytes * ALLOCATOR_SHARE)
     plan = _plan(config, n_tokens, setup, device_bytes, host_bytes)
     if plan is None:
-        longest = longest_branch(config, setup, device_bytes=device_bytes, host_bytes=host_bytes)
+        longest = longest_branch(config, setup, device_bytes=allowed_bytes, host_bytes=host_bytes)
         raise UserError(
-            f"a branch of {n_tokens:,} tokens does not fit {device_bytes / GIB:.1f} GiB on the device and "
+            f"a branch of {n_tokens:,} tokens does not fit {allowed_bytes / GIB:.1f} GiB on the device and "
             f"{host_bytes / GIB:.1f} GiB on the host",
             fix=f"the longest that fits is {longest:,} tokens",
         )

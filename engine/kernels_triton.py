@@ -158,6 +158,29 @@ def _swiglu_backward_kernel(gate_up, grad, gate_up_stride, grad_stride, size, BL
     tl.store(source, grad_gate.to(gate_up.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _dequantise_4bit_kernel(codes, table, scales, out, out_stride, row_bytes, block_size, BYTES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    inside = column < row_bytes
+    packed = tl.load(codes + row * row_bytes + column, mask=inside, other=0)
+    scale = tl.load(scales + (row * row_bytes + column) * 2 // block_size, mask=inside, other=0.0)
+    high = tl.load(table + (packed >> 4).to(tl.int32)) * scale
+    low = tl.load(table + (packed & 15).to(tl.int32)) * scale
+    lanes = tl.program_id(1) * 2 * BYTES + tl.arange(0, 2 * BYTES)
+    values = tl.interleave(high, low).to(out.dtype.element_ty)
+    tl.store(out + row * out_stride + lanes, values, mask=lanes < 2 * row_bytes)
+
+
+def dequantise_4bit(codes: Tensor, table_16: Tensor, scales: Tensor, block_size: int, out_OI: Tensor) -> None:
+    """out = table[code] * scale of its block, from two codes a byte (high nibble first), into a row-strided view."""
+    n_rows, n_columns = out_OI.shape
+    row_bytes = n_columns // 2
+    _dequantise_4bit_kernel[(n_rows, triton.cdiv(row_bytes, 1024))](
+        codes, table_16, scales, out_OI, out_OI.stride(0), row_bytes, block_size, BYTES=1024, num_warps=4
+    )
+
+
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, out_ND: Tensor) -> None:
     n_rows, size = x_ND.shape
     _rms_norm_kernel[(n_rows,)](

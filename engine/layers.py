@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention import AttentionBackend, choose_backend
-from engine.blocks import LayerActivations, LayerWalk
+from engine.blocks import LayerBackward, LayerForward
 from engine.head import head_logprobs
 from engine.linears import compute_dtype
-from engine.offload import HostPool, Kept, TileReader, Transfers, slot_bytes
+from engine.offload import HostPool, Kept, Transfers, slot_bytes
 from engine.plan import MemoryPlan, kept_shapes
 from engine.scores import check_positions, split_head
+from engine.workspace import LayerActivations, Workspace
 from schemas.errors import UserError
 
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
@@ -82,10 +83,10 @@ class _BranchWalk:
         self.scratch, self.scratch_inputs = LayerActivations(), list[Kept]()
         self.unit_grad_PD: Tensor | None = None
 
-    def _walk(self) -> LayerWalk:
-        return LayerWalk(self.decoder, self.plan, self.input_ids_T.numel(), self.transfers, self.backend)
+    def _workspace(self) -> tuple[Any, MemoryPlan, int, Transfers, AttentionBackend]:
+        return self.decoder, self.plan, self.input_ids_T.numel(), self.transfers, self.backend
 
-    def _allocate(self, walk: LayerWalk, pool: HostPool) -> None:
+    def _allocate(self, walk: Workspace, pool: HostPool) -> None:
         shapes = kept_shapes(walk.sizes, self.plan, walk.n_tokens)
         on_host = [shape.place == "host" and walk.device.type == "cuda" for shape in shapes]
         pool.reserve(sum(slot_bytes(shape.n_bytes) for shape, host in zip(shapes, on_host, strict=True) if host))
@@ -104,7 +105,7 @@ class _BranchWalk:
 
     def forward(self) -> Tensor:
         """logp_P; keeps what backward needs when there is a pool."""
-        walk = self._walk()
+        walk = LayerForward(*self._workspace())
         if self.pool is not None:
             self._allocate(walk, self.pool)
         embedding: Tensor = self.decoder.embed_tokens.weight
@@ -117,6 +118,7 @@ class _BranchWalk:
             walk.load(layer)
             following = self.kept[index + 1].input if index + 1 < len(self.kept) else None
             walk.forward(hidden_TD, self.kept[index] if self.kept else None, following)
+        walk.finish()
         hidden_PD = hidden_TD[self.positions_P - 1]
         del walk, hidden_TD
         logp_P, self.unit_grad_PD = head_logprobs(
@@ -129,14 +131,14 @@ class _BranchWalk:
         """LoRA gradients by id of their parameter, given d(loss)/d(logp_P). Frees what forward kept."""
         if self.unit_grad_PD is None or self.pool is None:
             raise RuntimeError("backward ran already (retain_graph is not covered), or forward ran without gradients")
-        walk = self._walk()
+        walk = LayerBackward(*self._workspace())
+        walk.prepare()
         grad_TX = torch.zeros(walk.n_tokens, walk.grad_width, dtype=walk.dtype, device=walk.device)
         scaled_PD = (self.unit_grad_PD * grad_P[:, None]).to(walk.dtype)
         grad_TX[:, : walk.hidden_size].index_add_(0, self.positions_P - 1, scaled_PD)
         self.unit_grad_PD = None
         grads: dict[int, Tensor] = {}
         inputs = [kept.input for kept in self.kept]
-        readers: dict[int, TileReader] = {}
         for index in reversed(range(len(self.kept))):
             kept = self.kept[index]
             if inputs[index] is None:
@@ -147,23 +149,17 @@ class _BranchWalk:
             recompute_attention = not kept.attention
             if recompute_attention:
                 self._restore_attention(walk, source, kept)
-            reader = readers.pop(index, None) or walk.mlp_reader(source, kept)
-
-            def prefetch(below: int = index - 1) -> None:
-                available = inputs[below] if below >= 0 else None
-                if available is not None and self.kept[below].attention:
-                    readers[below] = walk.mlp_reader(available, self.kept[below])
-
-            grads |= walk.backward(grad_TX, source, kept, reader, qkv_filled=recompute_attention, prefetch=prefetch)
+            below = (inputs[index - 1], self.kept[index - 1]) if index > 0 else None
+            grads |= walk.backward(grad_TX, source, kept, below, qkv_filled=recompute_attention)
             if self.plan.layers[index].attention == "recompute":
                 self.scratch.attention += kept.attention
                 self.scratch.lse += kept.lse
             self.kept[index], inputs[index] = LayerActivations(), None
         self.kept, self.scratch, self.scratch_inputs = [], LayerActivations(), []
-        self.release()
+        self.pool.release_owner()
         return grads
 
-    def _restore_inputs(self, walk: LayerWalk, inputs: list[Kept | None], index: int) -> None:
+    def _restore_inputs(self, walk: LayerBackward, inputs: list[Kept | None], index: int) -> None:
         """Fill the dropped inputs up to layer `index` from the nearest one kept before it."""
         start = max(i for i in range(index) if inputs[i] is not None)
         for layer in range(start, index):
@@ -175,17 +171,12 @@ class _BranchWalk:
             walk.restore_output(source, self.kept[layer], output)
             inputs[layer + 1] = output
 
-    def _restore_attention(self, walk: LayerWalk, source: Kept, kept: LayerActivations) -> None:
+    def _restore_attention(self, walk: LayerBackward, source: Kept, kept: LayerActivations) -> None:
         """Compute a layer's attention again, into a free scratch slot."""
         n_groups = self.plan.head_groups
         kept.attention, self.scratch.attention = self.scratch.attention[:n_groups], self.scratch.attention[n_groups:]
         kept.lse, self.scratch.lse = self.scratch.lse[:n_groups], self.scratch.lse[n_groups:]
         walk.restore_attention(source, kept)
-
-    def release(self) -> None:
-        """Let the next branch use the host buffer."""
-        if self.pool is not None:
-            self.pool.busy = False
 
 
 class _WalkFunction(torch.autograd.Function):
@@ -221,9 +212,7 @@ class LongContextScorer:
 
     def reserve_host(self, n_bytes: int, device: torch.device) -> None:
         """Pin the host buffer now (0.3 s a GiB), for the longest branch to come. StageError when the host refuses."""
-        pool = self._free_pool(device)
-        pool.reserve(n_bytes)
-        pool.busy = False
+        self._free_pool(device).reserve(n_bytes)
 
     def _free_pool(self, device: torch.device) -> HostPool:
         for pool in self._pools:
@@ -232,7 +221,6 @@ class LongContextScorer:
         else:
             pool = HostPool(device)
             self._pools.append(pool)
-        pool.busy = True
         return pool
 
     def _backend_for(self, model: nn.Module, n_tokens: int, device: torch.device) -> AttentionBackend:
@@ -254,14 +242,11 @@ class LongContextScorer:
             model, input_ids_T, positions_P, self._plan_for(n_tokens), self._backend_for(model, n_tokens, device), pool,
             self._chunk_positions,
         )  # fmt: skip
-        try:
+        if pool is None:
             with torch.no_grad():
-                if not parameters:
-                    return walk.forward()
-            return _WalkFunction.apply(walk, *parameters)  # type: ignore[return-value]
-        except BaseException:
-            walk.release()
-            raise
+                return walk.forward()
+        pool.lend(walk)
+        return _WalkFunction.apply(walk, *parameters)  # type: ignore[return-value]
 
     def __call__(
         self, model: nn.Module, input_ids_BT: Tensor, attention_mask_BT: Tensor, rows_P: Tensor, positions_P: Tensor

@@ -102,6 +102,22 @@ def dense_weight(linear: Any) -> Tensor:
     return weight.data
 
 
+def write_dense_weight(linear: Any, out_OI: Tensor) -> None:
+    """`dense_weight` into a row-strided view; on a GPU 4-bit codes go there directly, without a dense copy between."""
+    state = getattr(linear.weight, "quant_state", None)
+    if state is None or not out_OI.is_cuda or linear.weight.shape[0] == 1 or out_OI.shape[1] % 2:
+        out_OI.copy_(dense_weight(linear))
+        return
+    from bitsandbytes.functional import dequantize_blockwise
+
+    from engine import kernels_triton
+
+    scales = state.absmax
+    if state.nested:
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    kernels_triton.dequantise_4bit(linear.weight.data, state.code, scales.float(), state.blocksize, out_OI)
+
+
 def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, summed in total's precision even when the factors are 16-bit."""
     if total.dtype == left.dtype:
@@ -134,7 +150,7 @@ class PackedLinears:
         row, extra, biased = 0, 0, []
         for module in modules:
             base = base_linear(module)
-            self.matrix[row : row + base.out_features, : self.n_in].copy_(dense_weight(base))
+            write_dense_weight(base, self.matrix[row : row + base.out_features, : self.n_in])
             found = _adapters(module, extra, row)
             self.adapters += found
             extra += sum(adapter.rank for adapter in found)

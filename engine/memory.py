@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from engine.plan import Dimensions, MemoryPlan, kept_shapes
+from engine.plan import FIELDS, Dimensions, MemoryPlan, kept_shapes
 
 BaseFormat = Literal["nf4", "int8", "bf16", "fp32", "fp64"]
 Optimiser = Literal["none", "adamw", "adamw_8bit"]
@@ -191,7 +191,11 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
     }
     dense = max(hidden * sizes.mlp_size, hidden * sizes.query_size) * 2 if setup.base in ("nf4", "int8") else 0
     output_and_grad = hidden + max(sizes.extra_out, sizes.extra_down)
-    reader = 2 * rows * hidden * unit * (plan.layers[0].input == "host")
+    on_host = {field: any(getattr(layer, field) == "host" for layer in plan.layers) for field in FIELDS}
+    again = plan.scratch_attention > 0 and on_host["input"]
+    first = max(hidden * on_host["mid"], hidden * on_host["input"] + sizes.query_size * (on_host["attention"] or again))
+    if on_host["gate_up"]:
+        workspace["gate|up in flight"] = n_tokens * (2 * sizes.mlp_size + sizes.extra_gate_up) * unit
     forward = {
         "hidden states": n_tokens * hidden * unit,
         "attention outputs": n_tokens * sizes.query_size * unit,
@@ -203,20 +207,19 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
         "scored hidden states": 3 * scored,
         "logits of a chunk": min(setup.chunk_positions, setup.n_scored) * sizes.vocab_size * (2 * sizes.sum_itemsize),
     }
-    gradient = {"gradient": n_tokens * output_and_grad * unit}
-    mlp_sources = hidden if plan.layers[-1].mid != "recompute" else hidden + sizes.query_size
-    remote = any(getattr(layer, field) == "host" for layer in plan.layers for field in ("input", "mid", "attention"))
-    backward_mlp = gradient | {
-        "tiles from the host": 2 * rows * mlp_sources * unit * remote,
-        "gradient of normed": rows * hidden * unit,
+    staged_groups = min(2, plan.head_groups) * (on_host["attention"] or again)
+    backward = {
+        "gradient": n_tokens * output_and_grad * unit,
+        "tiles from the host": 2 * rows * (first + hidden * on_host["input"]) * unit,
+        "group outputs": n_tokens * heads * (sizes.head_size * unit + sizes.sum_itemsize) * staged_groups,
     }
-    outputs = min(2, plan.head_groups) if any(layer.attention == "host" for layer in plan.layers) else 0
-    backward_attention = gradient | {
-        "tiles from the host": reader,
+    backward_mlp = backward | {"gradient of normed": rows * hidden * unit}
+    backward_attention = backward | {
         "group q, k, v": group_tokens * (heads + 2 * key_heads),
-        "group outputs": group_tokens * heads * outputs,
         "group gradients": group_tokens * (2 * heads + 2 * key_heads),
-        "attention workspace": attention_workspace_bytes(n_tokens, heads, sizes.head_size) if unit == 2 else 0,
+        "attention workspace": attention_workspace_bytes(n_tokens, heads, key_heads, sizes.head_size)
+        if unit == 2
+        else 0,
     }
     moments = {"forward": forward, "backward_mlp": backward_mlp, "backward_attention": backward_attention}
     for name, amounts in moments.items():
@@ -225,9 +228,13 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
     return moments | {"head": head}
 
 
-def attention_workspace_bytes(n_tokens: int, n_heads: int, head_size: int) -> int:
-    """What cuDNN's attention backward allocates: float32 sums of dq and two float32 per query row."""
-    return n_tokens * n_heads * (head_size + 2) * 4
+def attention_workspace_bytes(n_tokens: int, n_heads: int, n_key_heads: int, head_size: int) -> int:
+    """What cuDNN's attention backward allocates: float32 sums of dq, two float32 a query row, and more for GQA.
+
+    With grouped queries, dk and dv are first made per query head and then summed over the heads of a group.
+    """
+    per_head_grads = 2 * head_size * 2 if n_key_heads != n_heads else 0
+    return n_tokens * n_heads * ((head_size + 2) * 4 + per_head_grads)
 
 
 def predict(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup) -> Ledger:

@@ -10,7 +10,8 @@ memory registered with CUDA, exactly as large as the ledger says. On a CPU model
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class HostPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.busy = False
+        self._owner: Callable[[], object | None] = lambda: None
         self._map: mmap.mmap | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._used_bytes = 0
@@ -33,6 +34,18 @@ class HostPool:
     @property
     def capacity_bytes(self) -> int:
         return self._buffer.numel()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a branch that still has its backward to come keeps activations here."""
+        return self._owner() is not None
+
+    def lend(self, owner: object) -> None:
+        """Busy until `release_owner`, or until owner is garbage (a graph that was dropped, a step that failed)."""
+        self._owner = weakref.ref(owner)
+
+    def release_owner(self) -> None:
+        self._owner = lambda: None
 
     def reserve(self, n_bytes: int) -> None:
         """Make room for n_bytes and forget what was there. StageError when the host refuses."""
@@ -82,81 +95,104 @@ class Kept:
 
 
 class Transfers:
-    """Copies between the device and kept activations, on one stream per direction."""
+    """Copies between the device and kept activations: a stream per direction, and one more each for bulk copies.
+
+    The host issues work far ahead of the GPU, so a copy in must not wait for "everything issued so far": it waits for
+    the event that freed its target. A copy out waits for what was issued last, which is what made its source.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.out_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.in_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        streams = [torch.cuda.Stream(device) for _ in range(4)] if device.type == "cuda" else [None] * 4
+        self._out_stream, self._in_stream, self._bulk_out_stream, self._bulk_in_stream = streams
 
-    def is_remote(self, kept: Kept) -> bool:
-        return kept.data_TW.device != self.device
+    def is_remote(self, kept: Kept | None) -> bool:
+        return kept is not None and kept.data_TW.device != self.device
 
-    def write(self, kept: Kept, span: slice, source_NW: Tensor) -> torch.cuda.Event | None:
+    def mark(self) -> torch.cuda.Event | None:
+        """An event after all work issued so far on the current stream."""
+        if self._in_stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def write(self, kept: Kept, span: slice, source_NW: Tensor, *, bulk: bool = False) -> torch.cuda.Event | None:
         """Store a tile. A remote copy reads source later: wait for the event before overwriting or freeing source."""
-        if self.out_stream is None or not self.is_remote(kept):
+        stream = self._bulk_out_stream if bulk else self._out_stream
+        if stream is None or not self.is_remote(kept):
             kept.data_TW[span].copy_(source_NW)
             return None
-        self.out_stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.out_stream):
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             kept.data_TW[span].copy_(source_NW, non_blocking=True)
             kept.written = torch.cuda.Event()
-            kept.written.record(self.out_stream)
+            kept.written.record(stream)
         return kept.written
 
     def wait_written(self, kept: Kept | None) -> None:
         """Later work on the current stream starts only when all writes to `kept` so far are done."""
-        if kept is not None and kept.written is not None:
-            torch.cuda.current_stream(self.device).wait_event(kept.written)
+        if kept is not None:
+            self.wait(kept.written)
 
-    def load(self, kept: Kept, span: slice, out_NW: Tensor) -> torch.cuda.Event | None:
-        """Fetch a tile into out; the current stream must wait for the returned event before reading it."""
-        if self.in_stream is None or not self.is_remote(kept):
+    def load(
+        self, kept: Kept, span: slice, out_NW: Tensor, free: torch.cuda.Event | None, *, bulk: bool = False
+    ) -> torch.cuda.Event | None:
+        """Fetch a tile into out once `free` has passed; wait for the returned event before reading it."""
+        stream = self._bulk_in_stream if bulk else self._in_stream
+        if stream is None or not self.is_remote(kept):
             out_NW.copy_(kept.data_TW[span])
             return None
-        self.in_stream.wait_stream(torch.cuda.current_stream(self.device))
-        if kept.written is not None:
-            self.in_stream.wait_event(kept.written)
-        with torch.cuda.stream(self.in_stream):
+        for event in (free, kept.written):
+            if event is not None:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
             out_NW.copy_(kept.data_TW[span], non_blocking=True)
             loaded = torch.cuda.Event()
-            loaded.record(self.in_stream)
-            return loaded
+            loaded.record(stream)
+        return loaded
 
     def wait(self, event: torch.cuda.Event | None) -> None:
+        """Later work on the current stream starts only after event."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
+
+
+class Staging:
+    """Device buffers that tiles from the host arrive in, in turn, each with the event after which it is free."""
+
+    def __init__(self, transfers: Transfers, n_elements: int, dtype: torch.dtype, count: int = 2) -> None:
+        self.transfers = transfers
+        self.buffers = [torch.empty(n_elements, dtype=dtype, device=transfers.device) for _ in range(count)]
+        self.free = [transfers.mark() for _ in range(count)]
+
+    def release(self, index: int) -> None:
+        """The buffer may be overwritten once all work issued so far is done."""
+        self.free[index % len(self.free)] = self.transfers.mark()
 
 
 class TileReader:
     """Tiles of several kept activations in order, the next one on its way while this one is used.
 
-    Making a reader starts its first fetch, so it can be made well before it is iterated. Tensors it yields are valid
-    until the next tile is asked for.
+    Making a reader starts its first fetch, so it can be made well before it is iterated; iterate to the end. Tensors
+    it yields are valid until the next tile is asked for.
     """
 
-    def __init__(self, transfers: Transfers, kept: Sequence[Kept], spans: Sequence[slice]) -> None:
-        self._transfers, self._kept, self._spans = transfers, list(kept), list(spans)
-        rows = max(span.stop - span.start for span in self._spans)
-        self._staging = [
-            [
-                torch.empty(rows, k.data_TW.shape[1], dtype=k.data_TW.dtype, device=transfers.device)
-                if transfers.is_remote(k)
-                else None
-                for k in self._kept
-            ]
-            for _ in range(min(2, len(self._spans)))
-        ]
+    def __init__(self, staging: Staging, kept: Sequence[Kept], spans: Sequence[slice]) -> None:
+        self._staging, self._kept, self._spans = staging, list(kept), list(spans)
         self._pending = self._fetch(0)
 
     def _fetch(self, index: int) -> list[tuple[Tensor, torch.cuda.Event | None]]:
-        span, fetched = self._spans[index], []
-        for kept, staging in zip(self._kept, self._staging[index % 2], strict=True):
-            if staging is None:
+        transfers, span, fetched, start = self._staging.transfers, self._spans[index], [], 0
+        slot = index % len(self._staging.buffers)
+        for kept in self._kept:
+            if not transfers.is_remote(kept):
                 fetched.append((kept.data_TW[span], None))
-            else:
-                tile = staging[: span.stop - span.start]
-                fetched.append((tile, self._transfers.load(kept, span, tile)))
+                continue
+            rows, width = span.stop - span.start, kept.data_TW.shape[1]
+            tile = self._staging.buffers[slot][start : start + rows * width].view(rows, width)
+            start += rows * width
+            fetched.append((tile, transfers.load(kept, span, tile, self._staging.free[slot])))
         return fetched
 
     def __iter__(self) -> Iterator[tuple[slice, list[Tensor]]]:
@@ -165,5 +201,6 @@ class TileReader:
             if index + 1 < len(self._spans):
                 self._pending = self._fetch(index + 1)
             for _, event in current:
-                self._transfers.wait(event)
+                self._staging.transfers.wait(event)
             yield span, [tile for tile, _ in current]
+            self._staging.release(index)

@@ -196,3 +196,12 @@ def test_recomputing_a_norm_is_exact() -> None:
         gradients.append(lora_gradients(model))
     for name, kept in gradients[0].items():
         assert all(torch.equal(kept, other[name]) for other in gradients[1:]), name
+
+
+def test_a_dropped_graph_frees_the_host_buffer() -> None:
+    """A step that failed, or a score nobody differentiated, must not make the next branch pin another buffer."""
+    model, scorer = tiny_model(), scorer_with()
+    for _ in range(3):
+        logp_P = scorer(model, *one_row([4]))
+        del logp_P
+    assert len(scorer._pools) == 1

@@ -1,0 +1,174 @@
+"""Buffers and pieces of arithmetic that forward and backward of a decoder layer share.
+
+Shapes: as in `engine.blocks`: T tokens, N tokens of a tile, D hidden size, W packed width of q|k|v, F MLP size,
+S heads of a group, E head size, J = E / 2, C features of a group's attention output, X bordered by LoRA columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import kernels
+from engine.attention import AttentionBackend
+from engine.kernels import GroupColumns
+from engine.linears import PackedLinears, compute_dtype
+from engine.offload import Kept, Transfers
+from engine.plan import Dimensions, MemoryPlan
+
+MID_RING = 3  # tiles of the mid residual in flight to the host
+
+
+@dataclasses.dataclass
+class LayerActivations:
+    """What one layer keeps (None: recomputed). Attention output and log-sum-exp are per group of heads."""
+
+    input: Kept | None = None
+    mid: Kept | None = None
+    qkv: Kept | None = None
+    gate_up: Kept | None = None
+    attention: list[Kept] = dataclasses.field(default_factory=list)
+    lse: list[Kept] = dataclasses.field(default_factory=list)
+
+
+class Workspace:
+    """Buffers for the layers of one decoder at one length, and the layer whose weights are loaded."""
+
+    def __init__(
+        self, decoder: Any, plan: MemoryPlan, n_tokens: int, transfers: Transfers, backend: AttentionBackend
+    ) -> None:
+        first, config = decoder.layers[0], decoder.config
+        self.plan, self.n_tokens, self.transfers, self.backend = plan, n_tokens, transfers, backend
+        self.device, self.dtype = transfers.device, compute_dtype(first.self_attn.q_proj)
+        self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
+        self.spans = [
+            slice(start, min(start + plan.tile_tokens, n_tokens)) for start in range(0, n_tokens, plan.tile_tokens)
+        ]
+        align = 64 if self.device.type == "cuda" else 1
+        packs = [PackedLinears(modules, self.dtype, self.device, align) for modules in self._modules(first)]
+        self.qkv, self.out, self.gate_up, self.down = packs
+        self.hidden_size, self.mlp_size = config.hidden_size, self.down.n_in
+        self.head_size: int = first.self_attn.head_dim
+        self.query_heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.scale = float(first.self_attn.scaling)
+        self.eps = float(first.input_layernorm.variance_epsilon)
+        self.groups = self._group_columns()
+        self._qkv_TW = self._empty(n_tokens, self.qkv.n_out + self.qkv.extra)
+        rows = self.spans[0].stop
+        self._normed_NX = self._empty(rows, self.hidden_size + max(self.qkv.extra, self.gate_up.extra))
+        self._gate_up_NX = self._empty(rows, self.gate_up.n_out + self.gate_up.extra)
+        self._mlp_NX = self._empty(rows, self.mlp_size + self.down.extra)
+        self._attended_NX = self._empty(rows, self.out.n_in + self.out.extra)
+        self._mid_ring = [self._empty(rows, self.hidden_size) for _ in range(min(MID_RING, len(self.spans)))]
+        self._ring_events: list[torch.cuda.Event | None] = [None] * MID_RING
+        self._in_flight: list[Tensor] = []  # sources of copies to the host, alive until these are done
+        # The wide projections travel whole: a layer's worth of compute hides their copy, a tile's worth does not.
+        gate_up_on_host = self.device.type == "cuda" and any(layer.gate_up == "host" for layer in plan.layers)
+        width = self.gate_up.n_out + self.gate_up.extra
+        self._gate_up_TX = self._empty(n_tokens, width) if gate_up_on_host else None
+        self._gate_up_written: torch.cuda.Event | None = None
+        positions_1T = torch.arange(n_tokens, device=self.device)[None]
+        probe = torch.empty(0, dtype=self.sum_dtype, device=self.device)
+        cos_1TE, sin_1TE = decoder.rotary_emb(probe, positions_1T)
+        half = self.head_size // 2
+        self.cos_TJ, self.sin_TJ = cos_1TE[0, :, :half].contiguous(), sin_1TE[0, :, :half].contiguous()
+        self.sizes = Dimensions(
+            n_layers=len(decoder.layers), hidden_size=self.hidden_size, mlp_size=self.mlp_size,
+            vocab_size=config.vocab_size, n_query_heads=self.query_heads, n_key_heads=self.key_heads,
+            head_size=self.head_size, itemsize=self.dtype.itemsize, extra_qkv=self.qkv.extra,
+            extra_out=self.out.extra, extra_gate_up=self.gate_up.extra, extra_down=self.down.extra,
+        )  # fmt: skip
+        self.grad_width = self.hidden_size + max(self.out.extra, self.down.extra)
+
+    @staticmethod
+    def _modules(layer: Any) -> list[list[Any]]:
+        attn, mlp = layer.self_attn, layer.mlp
+        return [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+
+    def _group_columns(self) -> list[GroupColumns]:
+        n_groups, size = self.plan.head_groups, self.head_size
+        query, key = self.query_heads // n_groups, self.key_heads // n_groups
+        key_start = self.query_heads * size
+        value_start = key_start + self.key_heads * size
+        return [
+            GroupColumns(
+                head_size=size, query_heads=query, key_heads=key, query_column=g * query * size,
+                key_column=key_start + g * key * size, value_column=value_start + g * key * size,
+            )
+            for g in range(n_groups)
+        ]  # fmt: skip
+
+    def _empty(self, rows: int, width: int) -> Tensor:
+        return torch.empty(rows, width, dtype=self.dtype, device=self.device)
+
+    def load(self, layer: Any) -> None:
+        """Dequantise the layer's weights, once for this pass over it."""
+        self.layer = layer
+        for pack, modules in zip((self.qkv, self.out, self.gate_up, self.down), self._modules(layer), strict=True):
+            pack.load(modules)
+
+    def _normed(self, x_ND: Tensor, norm: Any, pack: PackedLinears) -> Tensor:
+        normed_NX = self._normed_NX[: x_ND.shape[0], : pack.n_in + pack.extra]
+        kernels.rms_norm(x_ND, norm.weight, self.eps, normed_NX[:, : pack.n_in])
+        return normed_NX
+
+    def _project_qkv(self, x_ND: Tensor, span: slice) -> None:
+        normed_NX = self._normed(x_ND, self.layer.input_layernorm, self.qkv)
+        self.qkv.forward(normed_NX, self._qkv_TW[span, : self.qkv.n_out])
+
+    def _mid(self, x_ND: Tensor, attention_N: list[Tensor], out_ND: Tensor) -> None:
+        attended_NX = self._attended_NX[: x_ND.shape[0]]
+        torch.cat(attention_N, dim=1, out=attended_NX[:, : self.out.n_in])
+        self.out.forward(attended_NX, out_ND, residual_NO=x_ND)
+
+    def _mlp(self, mid_ND: Tensor, out_ND: Tensor, gate_up: Kept | None, span: slice) -> None:
+        normed_NX = self._normed(mid_ND, self.layer.post_attention_layernorm, self.gate_up)
+        gate_up_NX = self._gate_up_NX[: mid_ND.shape[0]]
+        remote = self.transfers.is_remote(gate_up)
+        if remote and self._gate_up_TX is not None:
+            if span.start == 0:
+                self.transfers.wait(self._gate_up_written)
+            gate_up_NX = self._gate_up_TX[span]
+        elif gate_up is not None:
+            gate_up_NX = gate_up.data_TW[span]
+        self.gate_up.forward(normed_NX, gate_up_NX[:, : self.gate_up.n_out])
+        if remote and gate_up is not None:
+            self._gate_up_written = self.transfers.write(gate_up, span, gate_up_NX, bulk=True)
+        mlp_NX = self._mlp_NX[: mid_ND.shape[0]]
+        kernels.swiglu(gate_up_NX[:, : self.gate_up.n_out], mlp_NX[:, : self.mlp_size])
+        self.down.forward(mlp_NX, out_ND, residual_NO=mid_ND)
+
+    def _norms(self) -> tuple[Tensor, Tensor] | None:
+        attn = self.layer.self_attn
+        return (attn.q_norm.weight, attn.k_norm.weight) if hasattr(attn, "q_norm") else None
+
+    def _group_qkv(self, packed_TW: Tensor, columns: GroupColumns) -> tuple[Tensor, Tensor, Tensor]:
+        out_TSE = torch.empty(self.n_tokens, columns.heads, self.head_size, dtype=self.dtype, device=self.device)
+        kernels.norm_rope(packed_TW, columns, self._norms(), self.eps, self.cos_TJ, self.sin_TJ, out_TSE)
+        q_THE, k_TKE, v_TKE = out_TSE.split([columns.query_heads, columns.key_heads, columns.key_heads], dim=1)
+        return q_THE, k_TKE, v_TKE
+
+    def _attend(self, kept: LayerActivations) -> list[Tensor]:
+        """Attention of every group from the packed q|k|v; outputs [T, heads * E], kept where the plan says."""
+        outputs = []
+        for index, columns in enumerate(self.groups):
+            out_THE, lse_HT = self.backend.forward(*self._group_qkv(self._qkv_TW, columns), self.scale)
+            outputs.append(out_THE.reshape(self.n_tokens, -1))
+            if kept.attention:
+                self.transfers.write(kept.attention[index], slice(None), outputs[-1])
+                self.transfers.write(kept.lse[index], slice(None), lse_HT)
+                self._in_flight.append(lse_HT)
+        return outputs
+
+    def _ring_tile(self, index: int, span: slice) -> Tensor:
+        self.transfers.wait(self._ring_events[index % MID_RING])
+        return self._mid_ring[index % len(self._mid_ring)][: span.stop - span.start]
+
+    def _wait_all(self, kept: LayerActivations) -> None:
+        """After this, what is kept has left the device and its sources may be reused."""
+        for item in (*kept.attention, *kept.lse, kept.qkv, kept.mid):
+            self.transfers.wait_written(item)
+        self._in_flight.clear()
