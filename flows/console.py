@@ -52,8 +52,12 @@ def _complain(error: Exception, as_json: bool) -> None:
 class Commands(TyperGroup):
     """A command group whose errors are lines. What it does not expect is a bug, and stays a traceback."""
 
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.meta["json"] = "--json" in args
+        return super().parse_args(ctx, args)  # pyright: ignore[reportArgumentType]
+
     def invoke(self, ctx: typer.Context) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
-        as_json = "--json" in sys.argv
+        as_json = ctx.meta["json"]
         try:
             return super().invoke(ctx)  # pyright: ignore[reportArgumentType]
         except UserError as error:

@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from artifacts.gc import StoredPayload
@@ -67,17 +66,18 @@ class Display:
         self._console.print(_line(run), highlight=False, soft_wrap=not self._console.is_terminal)
 
 
-def final_table(report: RunReport) -> Table:
-    """Stages, cached or run, seconds, where their artifacts lie."""
-    table = Table(title=f"{report.name}: {report.status} in {report.wall_s:.1f} s", title_justify="left")
-    table.add_column("stage", style="bold")
-    table.add_column("")
-    table.add_column("seconds", justify="right")
-    table.add_column("artifacts", overflow="fold")
+def final_table(report: RunReport) -> Text:
+    """Stages, cached or run, seconds, where their artifacts lie: a path a line, never folded, so it can be copied."""
+    text = Text(f"\n{report.name}: {report.status} in {report.wall_s:.1f} s\n", style="bold")
+    text.append(f"{'stage':<10}{'':<8}{'seconds':>9}  artifacts\n", style="dim")
+    here = Path.cwd()
     for run in report.stages:
-        paths = "\n".join(ref.path for ref in run.refs)
-        table.add_row(run.stage, Text(run.outcome, style=_STYLES[run.outcome]), f"{run.wall_s:.1f}", Text(paths))
-    return table
+        paths = [Path(ref.path) for ref in run.refs]
+        shown = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths] or [""]
+        text.append(f"{run.stage:<10}")
+        text.append(f"{run.outcome:<8}", style=_STYLES[run.outcome])
+        text.append(f"{run.wall_s:>9.1f}  " + f"\n{'':<29}".join(shown) + "\n", style="not bold")
+    return text
 
 
 def payload_table(payloads: Sequence[StoredPayload]) -> str:

@@ -2,15 +2,16 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from artifacts.store import Store
 from flows.display import Display, final_table
 from schemas.config import RunConfig
 from schemas.requests import StageName
 from schemas.runs import RunReport
+from tasks.input_files import find_files
 from tasks.local_server import start_unless_configured
 from tasks.progress import observed_by
 
@@ -29,7 +30,9 @@ def run_inline(
         UserError: the configuration or its source cannot be used.
         Exception: what a stage raised.
     """
-    store = Path(config.store).absolute()
+    for _ in find_files(config.source.paths):  # a path that is not there is told before anything starts
+        pass
+    store = Store(config.store).root
     if not verbose:  # the display says it all; the API still gets every line
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     server = start_unless_configured(store / "prefect")
@@ -49,5 +52,5 @@ def run_inline(
         settings[PREFECT_LOGGING_TO_API_ENABLED] = False
     with temporary_settings(settings), Display(console) as display, observed_by(display):
         report = traceforge(config, until=until, refresh=tuple(refresh))
-    console.print(final_table(report))
+    console.print(final_table(report), soft_wrap=True)
     return report
