@@ -100,6 +100,9 @@ class PairsConfig(Frozen):
     efficiency_margin: float = Field(
         default=0.3, gt=0, lt=1, description="the shorter run saves at least this share of tokens"
     )
+    step_min_shared_turns: int = Field(
+        default=1, ge=0, description="policy turns that two runs must share before a step pair is made of them"
+    )
     max_length_ratio: float | None = Field(
         default=None, gt=1, description="drop pairs whose longer side is more than this times the shorter"
     )
@@ -138,6 +141,12 @@ class SimpoConfig(Frozen):
     """Preference optimisation on pairs, one branch a rank."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
+    loss: Literal["simpo", "orpo", "dpo", "ipo", "hinge", "apo_zero", "apo_down"] = Field(
+        default="simpo", description="dpo, ipo, hinge and apo compare with the base model, scored once"
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="dpo only: the share of labels taken to be wrong (conservative DPO)"
+    )
     beta: float = Field(default=2.0, gt=0)
     gamma: float | None = Field(
         default=None, ge=0, description="target margin, as in L = -log sigmoid(beta (a_c - a_r) - gamma)"
@@ -158,6 +167,14 @@ class SimpoConfig(Frozen):
     def _one_gamma(self) -> "SimpoConfig":
         if self.gamma is not None and self.gamma_beta_ratio is not None:
             raise ValueError("give gamma or gamma_beta_ratio, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _options_of_the_loss(self) -> "SimpoConfig":
+        only = {"gamma": "simpo", "gamma_beta_ratio": "simpo", "cpo_alpha": "simpo", "label_smoothing": "dpo"}
+        for option, loss in only.items():
+            if getattr(self, option) and self.loss != loss:
+                raise ValueError(f"{option} belongs to loss = {loss!r} and would be ignored by {self.loss!r}")
         return self
 
     @property

@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-import pyarrow as pa
 
 from artifacts.store import Store
 from artifacts.tables import open_table, write_table
@@ -19,7 +18,9 @@ from schemas.config import PairsConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
 from schemas.reports import Paired, PairReport
-from schemas.tables import PAIR_SCHEMA_VERSION, PAIRS
+from schemas.tables import BRANCH_SCHEMA_VERSION, BRANCHES, PAIR_SCHEMA_VERSION, PAIRS
+from tasks.branch_table import BranchTable, Runs
+from tasks.derived import find_repairs, repair, step
 from tasks.pair_rules import Branch, Candidate, efficiency, in_order, n_shared_prefix, outcome
 from tasks.render import quantiles
 
@@ -32,30 +33,7 @@ NEAR_DUPLICATE: Final = 0.9
 """Two pairs of a task are near duplicates when on both sides this share of the scored 8-grams is common."""
 
 _NGRAM: Final = 8
-_BRANCH_COLUMNS: Final = [name for name in Branch._fields if name != "row"]
 PREFIX_EDGES: Final = (256, 1024, 4096, 16_384, 65_536)
-
-
-class BranchTable:
-    """The branches table, read by row: nothing of it is held in memory."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self.table = table
-        columns = table.select(_BRANCH_COLUMNS).to_pylist()
-        self.branches = [Branch(row=index, **row) for index, row in enumerate(columns)]
-
-    def token_ids(self, branch: Branch) -> np.ndarray:
-        """[n_tokens] int32, a view of the mapped file."""
-        return self.table["token_ids"][branch.row].values.to_numpy()
-
-    def spans(self, branch: Branch) -> list[dict[str, Any]]:
-        return self.table["spans"][branch.row].as_py()
-
-    def scored_ids(self, branch: Branch) -> np.ndarray:
-        """[n_scored] int32."""
-        ids = self.token_ids(branch)
-        scored = [ids[span["start"] : span["end"]] for span in self.spans(branch) if span["weight"] > 0]
-        return np.concatenate(scored) if scored else ids[:0]
 
 
 @dataclass
@@ -80,48 +58,82 @@ def build_pairs(
             fix='set render.mode = "trajectory"',
         )
     by_task: dict[str, list[Branch]] = defaultdict(list)
-    for branch in table.branches:
+    for branch in sorted(table.branches, key=lambda branch: branch.branch_id):
         by_task[branch.task_id].append(branch)
+    runs, tally = Runs(open_table(trajectories)), _Tally()
 
-    tally = _Tally()
-    for n_done, task_id in enumerate(sorted(by_task), 1):
-        tally.pairs += _task_pairs(sorted(by_task[task_id], key=lambda b: b.branch_id), table, config, tally)
-        if progress is not None:
-            progress(n_done, len(by_task))
-    if not any(pair["split"] == "train" for pair in tally.pairs):
-        raise _no_pair(by_task, tally, config)
+    def derived_rows() -> Iterator[dict[str, Any]]:
+        weights = table.kind_weights()
+        for n_done, task_id in enumerate(sorted(by_task), 1):
+            for rule in config.rules:
+                kept = _kept(
+                    list(_proposed(rule, by_task[task_id], table, runs, weights, config)), table, config, tally
+                )
+                used = {side.row for pair in kept for side in (pair.chosen, pair.rejected)}
+                yield from (row for index, row in table.added.items() if index in used)
+                table.forget()
+            if progress is not None:
+                progress(n_done, len(by_task))
+
     with store.staging() as staging:
-        path = staging / "pairs.arrow"
+        derived_path, path = staging / "derived_branches.arrow", staging / "pairs.arrow"
+        n_derived = write_table(derived_path, BRANCHES, derived_rows())
+        if not any(pair["split"] == "train" for pair in tally.pairs):
+            raise _no_pair(by_task, tally, config)
+        derived = None
+        if n_derived:
+            derived = store.add(derived_path, "branches", n_rows=n_derived, schema_version=BRANCH_SCHEMA_VERSION)
         write_table(path, PAIRS, tally.pairs)
         ref = store.add(path, "pairs", n_rows=len(tally.pairs), schema_version=PAIR_SCHEMA_VERSION)
-    return Paired(pairs=ref, report=_report(tally))
+    return Paired(pairs=ref, derived_branches=derived, report=_report(tally))
 
 
-def _task_pairs(
-    branches: Sequence[Branch], table: BranchTable, config: PairsConfig, tally: _Tally
-) -> Iterator[dict[str, Any]]:
-    rules = {"outcome": outcome, "efficiency": efficiency}
-    for rule in config.rules:
-        candidates = []
-        for candidate in rules[rule](branches, config):
-            reason = _refusal(candidate, table, config)
-            if reason:
-                tally.refused[reason] += 1
-            else:
-                candidates.append(candidate)
-        kept: list[Candidate] = []
-        shared = {
-            candidate: n_shared_prefix(table.token_ids(candidate.chosen), table.token_ids(candidate.rejected))
-            for candidate in candidates
-        }
-        for candidate in in_order(candidates, config, shared.__getitem__):
-            if len(kept) == config.max_pairs_per_task:
-                tally.refused["over_cap"] += 1
-            elif any(_near(candidate, other, table) for other in kept):
-                tally.refused["near_duplicate"] += 1
-            else:
-                kept.append(candidate)
-                yield pair_row(candidate, shared[candidate])
+def _proposed(
+    rule: str,
+    branches: Sequence[Branch],
+    table: BranchTable,
+    runs: Runs,
+    weights: dict[int, float],
+    config: PairsConfig,
+) -> Iterator[Candidate]:
+    """What a rule says of one task's branches, before any guard."""
+    match rule:
+        case "outcome":
+            yield from outcome(branches, config)
+        case "efficiency":
+            yield from efficiency(branches, config)
+        case "step":
+            for _, better, worse in outcome(branches, config):
+                shared = n_shared_prefix(table.token_ids(better), table.token_ids(worse))
+                sides = step(table.whole(better), table.whole(worse), shared, weights, config.step_min_shared_turns)
+                if sides is not None:
+                    yield Candidate("step", *map(table.add, sides))
+        case "repair":
+            for branch in branches:
+                for failed, fix in find_repairs(runs.messages(branch.trajectory_id)):
+                    sides = repair(table.whole(branch), failed, fix, weights)
+                    if sides is not None:
+                        yield Candidate("repair", *map(table.add, sides))
+
+
+def _kept(proposed: Sequence[Candidate], table: BranchTable, config: PairsConfig, tally: _Tally) -> list[Candidate]:
+    """The pairs of one task and rule that pass the guards and fit under the cap; they are counted and written down."""
+    shared: dict[Candidate, int] = {}
+    for candidate in proposed:
+        if reason := _refusal(candidate, table, config):
+            tally.refused[reason] += 1
+        else:
+            shared[candidate] = n_shared_prefix(table.token_ids(candidate.chosen), table.token_ids(candidate.rejected))
+    kept: list[Candidate] = []
+    for candidate in in_order(list(shared), config, shared.__getitem__):
+        if len(kept) == config.max_pairs_per_task:
+            tally.refused["over_cap"] += 1
+        elif any(_near(candidate, other, table) for other in kept):
+            tally.refused["near_duplicate"] += 1
+        else:
+            kept.append(candidate)
+            tally.pairs.append(pair_row(candidate, shared[candidate]))
+    return kept
 
 
 def _refusal(pair: Candidate, table: BranchTable, config: PairsConfig) -> str | None:

@@ -1,0 +1,157 @@
+"""Branches made for the rules that compare single turns: a history, then one turn, of which only that turn is scored.
+
+step    two runs share a history to the token and then differ; the turn of the run that was resolved is better
+repair  in one run an action failed and a later turn fixed it; the fix, put in the failed turn's place, is better
+"""
+
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+from typing import Any, Final
+
+import numpy as np
+
+from schemas.trajectory import Message
+from tasks.scoring import failed_turns
+from tasks.spans import OBSERVATION, PROMPT, REASONING, TURN_END
+
+REPAIR_WINDOW_TURNS: Final = 4
+"""A fix comes within so many turns, or it is taken for something else."""
+
+SAME_ACTION: Final = 0.6
+"""Least similarity (difflib ratio) of a failed action and the action that fixes it."""
+
+Row = dict[str, Any]
+"""A row of `branches`; `token_ids` is an array [n_tokens] int32."""
+
+
+def policy_spans(row: Row, message: int) -> list[dict[str, Any]]:
+    """Spans of one policy turn: from its first own token to its stop token."""
+    return [span for span in row["spans"] if span["message"] == message and span["kind"] not in (PROMPT, OBSERVATION)]
+
+
+def _with_turn(row: Row, branch_id: str, before: int, turn: Row, message: int, weights: dict[int, float]) -> Row:
+    """Tokens [0, before) of `row`, then the policy turn `message` of the row `turn`; only that turn is scored."""
+    spans = policy_spans(turn, message)
+    start, end = spans[0]["start"], spans[-1]["end"]
+    history = [
+        span | {"end": min(span["end"], before), "weight": 0.0} for span in row["spans"] if span["start"] < before
+    ]
+    own = [
+        span
+        | {
+            "start": span["start"] - start + before,
+            "end": span["end"] - start + before,
+            "weight": weights.get(span["kind"], 0.0),
+        }
+        for span in spans
+    ]
+    return row | {
+        "branch_id": branch_id,
+        "token_ids": np.concatenate([row["token_ids"][:before], turn["token_ids"][start:end]]),
+        "spans": history + own,
+        "n_tokens": before + end - start,
+        "n_scored": sum(span["end"] - span["start"] for span in own if span["weight"] > 0),
+        "has_reasoning": any(span["kind"] == REASONING for span in own),
+    }
+
+
+def step(better: Row, worse: Row, n_shared: int, weights: dict[int, float], min_turns: int) -> tuple[Row, Row] | None:
+    """Both runs up to the end of the turn in which they first differ.
+
+    Args:
+        n_shared: equal leading tokens.
+        weights: of each span kind that is scored.
+        min_turns: policy turns that the shared history must hold.
+
+    Returns:
+        None when they first differ outside a policy turn (another observation), or share too few turns.
+    """
+    turns = []
+    for row in (better, worse):
+        at = next((span for span in row["spans"] if span["start"] <= n_shared < span["end"]), None)
+        if at is None or at["kind"] in (PROMPT, OBSERVATION):
+            return None
+        turns.append(at["message"])
+    shared = {span["message"] for span in better["spans"] if span["kind"] == TURN_END and span["end"] <= n_shared}
+    if turns[0] != turns[1] or len(shared) < min_turns:
+        return None
+    sides = []
+    for row in (better, worse):
+        start = policy_spans(row, turns[0])[0]["start"]
+        branch_id = f"{row['branch_id']}-step-m{turns[0]}"
+        sides.append(_with_turn(row, branch_id, start, row, turns[0], weights))
+    return sides[0], sides[1]
+
+
+def repair(row: Row, failed: int, fix: int, weights: dict[int, float]) -> tuple[Row, Row] | None:
+    """(fixed, failed): the history of the failed turn, with the fixing turn in its place, and as it was.
+
+    Returns:
+        None when the two turns do not begin alike (one with an empty reasoning block, the other without), so that the
+        fix would have other tokens in its new place.
+    """
+    failed_spans, fix_spans = policy_spans(row, failed), policy_spans(row, fix)
+    if not failed_spans or not fix_spans:
+        return None
+    start, fix_start, ids = failed_spans[0]["start"], fix_spans[0]["start"], row["token_ids"]
+    if start == 0 or ids[start - 1] != ids[fix_start - 1]:
+        return None
+    name = f"{row['branch_id']}-repair-m{failed}"
+    return (
+        _with_turn(row, f"{name}-fix-m{fix}", start, row, fix, weights),
+        _with_turn(row, name, start, row, failed, weights),
+    )
+
+
+def find_repairs(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
+    """(failed turn, fixing turn) of a run.
+
+    The fix is the first of the next turns that worked and did nearly the same: the same tools, and a similar action.
+    After a turn without any call that failed (a format error) the first call that worked is the fix.
+    """
+    failed = failed_turns(messages)
+    worked = {
+        turn
+        for turn, following in _observations(messages)
+        if following and all(message.failed is False for message in following)
+    }
+    turns = [index for index, message in enumerate(messages) if message.trainable]
+    for number, turn in enumerate(turns):
+        if turn not in failed:
+            continue
+        for later in turns[number + 1 : number + 1 + REPAIR_WINDOW_TURNS]:
+            if later in worked and _same_action(messages[turn], messages[later]):
+                yield turn, later
+                break
+
+
+def _observations(messages: Sequence[Message]) -> Iterator[tuple[int, list[Message]]]:
+    """Each assistant message with the observations before the next one."""
+    turn, following = None, []
+    for index, message in enumerate(messages):
+        if message.role == "assistant":
+            if turn is not None:
+                yield turn, following
+            turn, following = index, []
+        elif message.author == "environment":
+            following.append(message)
+    if turn is not None:
+        yield turn, following
+
+
+def _action(message: Message) -> str:
+    fences = [message.content[span.start : span.end] for span in message.action_spans]
+    return "\n".join([*fences, *(call.arguments for call in message.tool_calls)])
+
+
+def _same_action(failed: Message, later: Message) -> bool:
+    a, b = _action(failed), _action(later)
+    if not b:
+        return False
+    if not a:
+        return True
+    names = [[call.name for call in message.tool_calls] for message in (failed, later)]
+    if a == b or names[0] != names[1]:
+        return False
+    matcher = SequenceMatcher(None, a, b, autojunk=False)
+    return matcher.quick_ratio() >= SAME_ACTION and matcher.ratio() >= SAME_ACTION
