@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -63,17 +62,16 @@ def _join_outcomes(catalog: Catalog) -> None:
         catalog.keep(position, run)
 
 
-def _segment_row(folder: Path, run: RunEntry) -> dict[str, Any]:
-    return open_table(folder / run.segment).slice(run.row, 1).to_pylist()[0]
-
-
 def _near_repeats(folder: Path, catalog: Catalog) -> list[tuple[RunEntry, RunEntry]]:
     """Near-duplicates within one task and outcome, so memory holds the signatures of one such group at a time."""
+    segments = _Segments(folder)
     repeats: list[tuple[RunEntry, RunEntry]] = []
     group: list[RunEntry] = []
 
     def close_group() -> None:
-        signatures = [signature(_segment_row(folder, run)["messages"]) for run in group] if len(group) > 1 else []
+        compared = group if len(group) > 1 else []
+        rows = (segments.rows(run.segment, run.row, 1).to_pylist()[0] for run in compared)
+        signatures = [signature(row["messages"]) for row in rows]
         repeats.extend((group[repeat], group[first]) for repeat, first in near_duplicates(signatures))
         group.clear()
 
@@ -116,20 +114,37 @@ def _batches(catalog: Catalog) -> Iterator[list[RunEntry]]:
         yield batch
 
 
-def _segment_rows(folder: Path, runs: list[RunEntry]) -> pa.RecordBatch:
-    """The rows of the runs, in their order, copied out of the segments they lie in."""
-    pieces = [
-        open_table(folder / segment).take([run.row for run in group])
-        for segment, group in groupby(runs, key=lambda run: run.segment)
-    ]
-    return pa.concat_tables(pieces).combine_chunks().to_batches()[0]
+class _Segments:
+    """Rows out of segments, one segment mapped at a time: mapped pages count as memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._name, self._table = "", TRAJECTORIES.empty_table()
+
+    def rows(self, segment: str, first: int, n_rows: int) -> pa.Table:
+        """Rows [first, first + n_rows) of a segment, copied."""
+        if segment != self._name:
+            self._name, self._table = segment, open_table(self._folder / segment)
+        # slice before anything else: `take` on the whole table would copy all of it
+        return self._table.slice(first, n_rows).combine_chunks()
+
+    def batch(self, runs: list[RunEntry]) -> pa.RecordBatch:
+        """The rows of the runs, in their order; the same bytes whichever segments they lie in."""
+        groups = groupby(enumerate(runs), key=lambda pair: (pair[1].segment, pair[1].row - pair[0]))
+        pieces = []
+        for (segment, _), group in groups:
+            first, *others = [run for _, run in group]
+            pieces.append(self.rows(segment, first.row, 1 + len(others)))
+        whole = pa.concat_tables(pieces).combine_chunks()
+        return whole.take(list(range(len(runs)))).to_batches()[0]
 
 
 def _assemble(folder: Path, catalog: Catalog, path: Path) -> int:
     n_rows = 0
+    segments = _Segments(folder)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, TRAJECTORIES) as writer:
         for runs in _batches(catalog):
-            writer.write_batch(_with_joined(_segment_rows(folder, runs), runs))
+            writer.write_batch(_with_joined(segments.batch(runs), runs))
             n_rows += len(runs)
     return n_rows
 

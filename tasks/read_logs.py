@@ -21,7 +21,7 @@ from tasks.sources.side_files import SideFact, read_side_file
 
 ROWS_PER_BATCH = 16
 _RUNS_PER_SEGMENT = 4096
-_CHARS_PER_SEGMENT = 512 << 20
+_CHARS_PER_SEGMENT = 64 << 20
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 from schemas.trajectory import Message, Trajectory
 from tasks.sources.anthropic_messages import assistant_blocks
-from tasks.sources.base import Adapter, as_list, build, dicts, get, reward_outcome, string, text_of, tool_call
+from tasks.sources.base import Adapter, as_dict, as_list, build, dicts, get, reward_outcome, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError
 
@@ -104,7 +104,7 @@ def _node_messages(node: dict[str, Any], copied: bool) -> list[Message]:
 
 
 def _read_tree(document: Document, tree: dict[str, Any]) -> list[Trajectory]:
-    nodes = dicts(tree.get("nodes")) or list(_flatten(tree["root"]))
+    nodes = dicts(tree.get("nodes")) or list(_flatten(as_dict(tree.get("root"), "root")))
     system = text_of(get(tree, "agent", "system_prompt"))
     opening = [Message(role="system", author="harness", content=system)] if system else []
     runs: list[Trajectory] = []
