@@ -55,9 +55,10 @@ def random_nf4_model(config: dict[str, Any], *, rank: int = 16, residual_std: fl
                     old.in_features, old.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4",
                     compress_statistics=True, device="meta",
                 )  # fmt: skip
+                std = residual_std if name in ("o_proj", "down_proj") else 0.02
                 weight = torch.randn(old.out_features, old.in_features, device="cuda", dtype=torch.bfloat16)
                 packed: Any = make_weight(
-                    weight.mul_(residual_std if name in ("o_proj", "down_proj") else 0.02),
+                    weight.mul_(std),
                     requires_grad=False,
                     quant_type="nf4",
                     compress_statistics=True,
@@ -129,6 +130,16 @@ def machine(commit: str = "") -> dict[str, Any]:
         "packages": {name: installed(name) for name in packages},
         "commit": commit or output("git", "rev-parse", "--short", "HEAD"),
         "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    }
+
+
+def peaks() -> dict[str, float]:
+    """Peak GiB of PyTorch's allocator since its statistics were reset."""
+    if not torch.cuda.is_available():
+        return {"allocated_gib": 0.0, "reserved_gib": 0.0}
+    return {
+        "allocated_gib": round(torch.cuda.max_memory_allocated() / GIB, 3),
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 3),
     }
 
 

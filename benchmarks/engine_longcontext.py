@@ -24,6 +24,7 @@ from benchmarks.engine_common import (
     config_dict,
     machine,
     median,
+    peaks,
     random_branch,
     random_nf4_model,
     with_lora,
@@ -49,15 +50,6 @@ def plan_summary(plan: MemoryPlan) -> dict[str, Any]:
         for field in FIELDS
     }
     return {"tile_tokens": plan.tile_tokens, "head_groups": plan.head_groups, "layers_kept": counts}
-
-
-def peaks() -> dict[str, float]:
-    if not torch.cuda.is_available():
-        return {"allocated_gib": 0.0, "reserved_gib": 0.0}
-    return {
-        "allocated_gib": round(torch.cuda.max_memory_allocated() / GIB, 3),
-        "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 3),
-    }
 
 
 def run_case(

@@ -52,6 +52,15 @@ def _chunk_logprobs(hidden_CD: Tensor, targets_C: Tensor, head: nn.Module) -> Te
     return picked_C - torch.logsumexp(logits_CV, dim=1)
 
 
+def chunked_logprobs(hidden_PD: Tensor, targets_P: Tensor, head: nn.Module, chunk_positions: int) -> Tensor:
+    """logp_P of targets under the head at normed hidden states; logits of one chunk alive, recomputed in backward."""
+    chunks = [
+        checkpoint(_chunk_logprobs, hidden_CD, targets_C, head, use_reentrant=False)
+        for hidden_CD, targets_C in zip(hidden_PD.split(chunk_positions), targets_P.split(chunk_positions), strict=True)
+    ]
+    return torch.cat(chunks)  # type: ignore[arg-type]
+
+
 def token_logprobs(
     model: nn.Module,
     input_ids_BT: Tensor,
@@ -71,12 +80,7 @@ def token_logprobs(
     decoder, head = split_head(model)
     hidden_BTD = decoder(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False).last_hidden_state
     hidden_PD = hidden_BTD[rows_P, positions_P - 1]
-    targets_P = input_ids_BT[rows_P, positions_P]
-    chunks = [
-        checkpoint(_chunk_logprobs, hidden_CD, targets_C, head, use_reentrant=False)
-        for hidden_CD, targets_C in zip(hidden_PD.split(chunk_positions), targets_P.split(chunk_positions), strict=True)
-    ]
-    return torch.cat(chunks)  # type: ignore[arg-type]
+    return chunked_logprobs(hidden_PD, input_ids_BT[rows_P, positions_P], head, chunk_positions)
 
 
 def branch_scores(logp_P: Tensor, weights_P: Tensor | None = None) -> tuple[Tensor, Tensor]:
