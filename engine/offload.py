@@ -27,6 +27,7 @@ class HostPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._owner: Callable[[], object | None] = lambda: None
+        self._unpin: weakref.finalize | None = None
         self._map: mmap.mmap | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._used_bytes = 0
@@ -63,6 +64,8 @@ class HostPool:
             if int(status) != 0:
                 self._buffer = torch.empty(0, dtype=torch.uint8)
                 raise StageError(f"the host refused to pin {n_bytes / 2**30:.1f} GiB (CUDA error {int(status)})")
+            self._unpin = weakref.finalize(self, _unpin, self._buffer, self.device)
+            self._unpin.atexit = False  # the driver does it at exit
 
     def take(self, n_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """A [rows, width] tensor inside the buffer. `reserve` must have made room."""
@@ -74,11 +77,15 @@ class HostPool:
         return self._buffer[start : start + n_bytes].view(dtype).view(n_rows, width)
 
     def release(self) -> None:
-        """Unpin and free."""
-        if self.capacity_bytes and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())  # type: ignore[union-attr]
-        self._buffer, self._map = torch.empty(0, dtype=torch.uint8), None
+        """Unpin and free. Happens by itself when the pool is garbage."""
+        if self._unpin is not None:
+            self._unpin()
+        self._unpin, self._buffer, self._map = None, torch.empty(0, dtype=torch.uint8), None
+
+
+def _unpin(buffer: Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[union-attr]
 
 
 def slot_bytes(n_bytes: int) -> int:
