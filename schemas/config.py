@@ -15,7 +15,9 @@ SpanKind = Literal["reasoning", "thought", "action", "turn_end"]
 class SourceConfig(Frozen):
     """What to ingest."""
 
-    paths: tuple[str, ...] = Field(min_length=1, description="files, folders, globs or archives of logged runs")
+    paths: tuple[str, ...] = Field(
+        min_length=1, description="files, folders, globs or archives of logged runs, or data sets as hf:NAME"
+    )
     format: str = Field(default="auto", description="a log format's name, or auto: found by content")
     redact: bool = Field(default=True, description="replace secrets and personal data before anything is written")
     dedupe: Literal["exact", "near", "off"] = Field(default="exact", description="which repeated runs to drop")

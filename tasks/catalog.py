@@ -74,7 +74,7 @@ class FileNotes:
 
 
 class Catalog:
-    """One open catalog. Everything between two `commit`s happens or does not."""
+    """One open catalog. What is recorded between two commits is recorded whole or not at all."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
@@ -115,7 +115,9 @@ class Catalog:
         )
 
     def commit(self) -> None:
+        """Makes what was recorded so far last, so that an interrupted night is not read again."""
         self._db.commit()
+        self._db.execute("BEGIN IMMEDIATE")
 
     def notes(self) -> Iterator[FileNotes]:
         """Notes of the wanted files, in order."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.store import file_sha256
+from artifacts.store import file_sha256, payload_digest
 from schemas.errors import UserError
 
 
@@ -32,9 +32,12 @@ class InputFile:
         return f"{DATASET_PREFIX}{self.dataset}" if self.dataset else path_name(self.path)
 
     def sha256(self) -> str:
-        """Of the content, or of what is known instead where there is none to read."""
+        """Of the content; where there is none at hand (a data set on a hub), of the name: its changes go unnoticed."""
         if self.dataset is None and self.problem is None:
             return file_sha256(self.path)
+        folder = Path((self.dataset or "").partition(":")[0])
+        if self.dataset and folder.is_dir():
+            return payload_digest(folder)[0]
         return hashlib.sha256(f"{self.name}\0{self.problem}".encode()).hexdigest()
 
 

@@ -190,6 +190,7 @@ class SegmentWriter:
             path.unlink()
         for file, read in self._finished:
             self.catalog.put(file, read.notes(), read.entries, read.openings)
+        self.catalog.commit()
         any_file = bool(self._finished)
         self._finished.clear()
         return any_file

@@ -20,6 +20,7 @@ from schemas.errors import UserError
 from schemas.reports import Ingested
 from schemas.tables import TRAJECTORIES
 from schemas.trajectory import Trajectory
+from tasks import read_logs
 from tasks.ingest import ingest, source_digest
 
 
@@ -129,7 +130,7 @@ def test_near_repeats_need_equal_outcomes(tmp_path: Path, store: Store) -> None:
     assert [Path(dropped.what).stem for dropped in result.report.duplicates] == ["b"]
 
 
-def test_only_changed_files_are_read_again(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changed_files_are_read_again(tmp_path: Path, store: Store) -> None:
     logs = tmp_path / "logs"
     for name in "abc":
         write(logs / f"{name}.json", chat(name))
@@ -149,6 +150,25 @@ def test_only_changed_files_are_read_again(tmp_path: Path, store: Store, monkeyp
         update={"path": second.trajectories.path}
     )
     assert len(set(keys)) == 2
+
+
+def test_an_interrupted_night_is_not_read_again(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abcd":
+        write(tmp_path / "logs" / f"{name}.json", chat(name))
+    monkeypatch.setattr(read_logs, "_RUNS_PER_SEGMENT", 1)
+
+    def stop(n_files: int) -> None:
+        if n_files == 3:
+            raise KeyboardInterrupt
+
+    config = SourceConfig(paths=(str(tmp_path / "logs"),))
+    with pytest.raises(KeyboardInterrupt):
+        ingest(config, store, progress=stop)
+    result = ingest(config, store)
+    assert result.report.n_files_reused == 2
+    assert [row["messages"][0]["content"] for row in rows(result)] == list("abcd")
+    leftover = {path.name for path in (tmp_path / "store" / "ingested").rglob("*.arrow")}
+    assert len(leftover) == 4
 
 
 def test_a_report_that_comes_later_is_joined_without_reading_runs_again(tmp_path: Path, store: Store) -> None:

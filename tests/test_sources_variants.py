@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from schemas.trajectory import Trajectory
-from tasks.sources import BY_NAME, find_adapter, parse, read_document
+from tasks.sources import BY_NAME, SourceError, find_adapter, parse, read_document
 from tasks.sources.base import instance_repo, instance_task
 
 
@@ -280,6 +280,18 @@ def test_openhands_response_with_several_calls_is_one_turn() -> None:
     assert opening == ("assistant", "policy", 2)
     assert results == [("tool", "environment", 0)] * 2
     assert run.messages[2].failed is True
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"id": 3, "source": "agent", "action": "run", "args": {"command": "ls"}},
+        {"kind": "ActionEvent", "tool_name": "terminal", "thought": []},
+    ],
+)
+def test_one_event_alone_is_no_run(event: dict[str, Any]) -> None:
+    with pytest.raises(SourceError, match="session store"):
+        read(event)
 
 
 def test_sharegpt_from_and_value() -> None:

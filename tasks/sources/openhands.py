@@ -16,6 +16,9 @@ from tasks.sources.text_calls import exit_code_failed
 NAME = "openhands"
 ROWS_NAME = "openhands-eval"
 
+SINGLE_EVENT = "one event of a session store: join the session's events into one JSON Lines file"
+"""A run cannot be read out of one of its events."""
+
 _BOOKKEEPING = ("system", "recall", "change_agent_state", "null", "condensation", "condensation_request", "pause")
 _SILENT = ("null", "agent_state_changed", "recall", "condense", "user_rejected_null")
 _NO_ARGUMENTS = (
@@ -183,6 +186,8 @@ def _read_rows(document: Document) -> list[Trajectory]:
 
 
 def _read_events(document: Document) -> list[Trajectory]:
+    if isinstance(document.value, dict):
+        raise SourceError(SINGLE_EVENT)
     events = dicts(document.records)
     if not events:
         raise SourceError("openhands: no event in the file")

@@ -7,6 +7,7 @@ from schemas.trajectory import Message, Trajectory
 from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
 from tasks.sources.chat import read_message, read_messages, reasoning_of
 from tasks.sources.document import Document, SourceError
+from tasks.sources.openhands import SINGLE_EVENT
 from tasks.sources.text_calls import XML_CALL, exit_code_failed
 
 EVENTS_NAME = "openhands-sdk"
@@ -67,6 +68,8 @@ def _observation(event: dict[str, Any]) -> Message:
 
 
 def _read_events(document: Document) -> list[Trajectory]:
+    if isinstance(document.value, dict):
+        raise SourceError(SINGLE_EVENT)
     messages: list[Message] = []
     tools: str | None = None
     by_response: dict[str, int] = {}
