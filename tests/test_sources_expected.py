@@ -2,7 +2,9 @@
 
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,3 +130,36 @@ def test_one_task_across_formats(runs: dict[str, list[Trajectory]]) -> None:
     raw = runs["swe-smith-sft/adp_raw_arrow-py__arrow.1d70d009.lm_rewrite__nuzjfyur.json"][0]
     standard = runs["adp/swe-smith_std_0.json"][0]
     assert (raw.task_id, raw.repo) == (standard.task_id, standard.repo) == (raw.task_id, "arrow-py/arrow")
+
+
+# Files whose assistant text is partly not the model's own words, so that it is not looked for.
+RERENDERED = {
+    "moatless/mwaskom__seaborn-3010.trajectory.json",  # later prompts show earlier turns in other words
+}
+
+
+def assistant_texts(value: Any) -> Iterator[str]:
+    """Every text that any assistant message anywhere in a raw JSON value holds, copies included."""
+    if isinstance(value, list):
+        for item in value:
+            yield from assistant_texts(item)
+    elif isinstance(value, dict):
+        if value.get("role") in ("assistant", "ai") or value.get("source") == "agent" or value.get("type") == "gemini":
+            for key in ("content", "text", "message"):
+                parts = value.get(key)
+                for part in parts if isinstance(parts, list) else [parts]:
+                    text = part.get("text") if isinstance(part, dict) else part
+                    if isinstance(text, str) and not text.startswith("attachment://"):
+                        yield text
+        for item in value.values():
+            yield from assistant_texts(item)
+
+
+@pytest.mark.parametrize("name", [name for name in RUN_FILES if not name.endswith((".md", ".yaml"))])
+def test_no_text_of_the_model_is_dropped(runs: dict[str, list[Trajectory]], shared_dir: Path, name: str) -> None:
+    if name in RERENDERED or (name.startswith("openhands/") and "llm_log" not in name):
+        return  # OpenHands events hold user-interface sentences under `message`; turns are counted above
+    kept = "\0".join(message.content for run in runs[name] for message in run.messages if message.role == "assistant")
+    document = read_document((shared_dir / name).read_bytes(), name)
+    missing = {text for text in assistant_texts(document.value) if text.strip() and text not in kept}
+    assert not missing
