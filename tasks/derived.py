@@ -4,6 +4,7 @@ step    two runs share a history to the token and then differ; the turn of the r
 repair  in one run an action failed and a later turn fixed it; the fix, put in the failed turn's place, is better
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Any, Final
@@ -139,9 +140,18 @@ def _observations(messages: Sequence[Message]) -> Iterator[tuple[int, list[Messa
         yield turn, following
 
 
+def _values(arguments: str) -> str:
+    """The values of a call's arguments: their names, the same in every call of a tool, say nothing of likeness."""
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return "\n".join(map(str, parsed.values())) if isinstance(parsed, dict) else arguments
+
+
 def _action(message: Message) -> str:
     fences = [message.content[span.start : span.end] for span in message.action_spans]
-    return "\n".join([*fences, *(call.arguments for call in message.tool_calls)])
+    return "\n".join([*fences, *(_values(call.arguments) for call in message.tool_calls)])
 
 
 def _same_action(failed: Message, later: Message) -> bool:

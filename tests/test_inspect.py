@@ -1,0 +1,136 @@
+"""Inspecting a run, a branch and a pair: the report, the terminal and the page."""
+
+import json
+import re
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from render_inputs import result, system, trajectory, turn, user
+from rich.console import Console
+
+from artifacts.store import Store
+from artifacts.tables import write_table
+from schemas.config import ModelConfig, PairsConfig, RenderConfig, SplitConfig
+from schemas.errors import UserError
+from schemas.refs import Ref
+from schemas.tables import TRAJECTORIES
+from schemas.trajectory import Outcome
+from tasks.inspect import inspect_file
+from tasks.inspect_view import html_page, print_inspection
+from tasks.model import prepare_model
+from tasks.pairs import build_pairs
+from tasks.render import render
+
+NASTY = "<script>alert(1)</script> \x1b[2J & more"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return Store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def model(store: Store) -> Ref:
+    return prepare_model(ModelConfig(), store).model
+
+
+@pytest.fixture(scope="module")
+def files(store: Store, model: Ref) -> dict[str, Path]:
+    runs = [
+        trajectory(
+            system(),
+            user(),
+            turn("I look.", ("bash", "{}")),
+            result(NASTY + "\nline" * 40),
+            turn(name),
+            trajectory_id=name,
+            outcome=Outcome(status=status, source="reward"),
+        )
+        for name, status in (("good", "resolved"), ("bad", "failed"))
+    ]
+    with store.staging() as folder:
+        write_table(folder / "trajectories.arrow", TRAJECTORIES, (run.model_dump() for run in runs))
+        table = store.add(folder / "trajectories.arrow", "trajectories", n_rows=2)
+    branches = render(table, model, RenderConfig(), SplitConfig(heldout_share=0), store).branches
+    pairs = build_pairs(branches, table, PairsConfig(), store).pairs
+    return {"trajectories": Path(table.path), "branches": Path(branches.path), "pairs": Path(pairs.path)}
+
+
+def printed(report: object, *, full: bool = False) -> str:
+    console = Console(file=StringIO(), width=160, force_terminal=True, color_system="standard")
+    print_inspection(report, console, full=full)  # pyright: ignore[reportArgumentType]
+    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_run_is_shown_the_same_from_a_trajectory_and_a_branch(files: dict[str, Path], model: Ref) -> None:
+    run, branch = (
+        inspect_file(files[name], model, RenderConfig(), row=1).branch for name in ("trajectories", "branches")
+    )
+    assert run is not None
+    assert branch is not None
+    assert run.segments == branch.segments
+    assert run.n_tokens == sum(run.tokens_by_kind.values()) == sum(segment.n_tokens for segment in run.segments)
+    assert run.n_scored == sum(run.scored_by_kind.values()) > 0
+    assert set(run.scored_by_kind) == {"action", "turn_end"}
+    assert "".join(segment.text for segment in run.segments).endswith("bad<|im_end|>\n")
+
+
+def test_the_terminal_marks_what_is_scored_and_obeys_no_log(files: dict[str, Path], model: Ref) -> None:
+    report = inspect_file(files["trajectories"], model, RenderConfig())
+    text = printed(report)
+    assert "\x1b[1;7;32m<tool_call>" in text  # an action, scored: bold, reverse, green
+    assert "\x1b[33mI look." in text  # a thought, not scored: yellow alone
+    assert "\x1b[2J" not in text  # the log's own control sequence is shown, not sent
+    assert re.search(r"… \d+ lines …", text)
+    assert "lines …" not in printed(report, full=True)
+
+
+def test_a_pair_folds_what_both_sides_share(files: dict[str, Path], model: Ref) -> None:
+    report = inspect_file(files["pairs"], model, RenderConfig(), branches=[files["branches"]])
+    assert report.pair is not None
+    pair = report.pair
+    assert sum(segment.n_tokens for segment in pair.shared_prefix) == pair.n_shared_prefix
+    for side, word in ((pair.chosen, "good"), (pair.rejected, "bad")):
+        assert [segment.text for segment in side.segments] == [word, "<|im_end|>", "\n"]
+        assert side.n_tokens == pair.n_shared_prefix + sum(segment.n_tokens for segment in side.segments)
+    text = printed(report)
+    assert f"shared prefix: {pair.n_shared_prefix} tokens" in text
+    assert "I look." not in text
+
+
+def test_the_page_stands_alone_and_escapes(files: dict[str, Path], model: Ref) -> None:
+    for name in ("trajectories", "pairs"):
+        page = html_page(inspect_file(files[name], model, RenderConfig(), branches=[files["branches"]]))
+        assert "<script" not in page
+        assert "&lt;script&gt;" in page
+        assert not re.search(r"(src|href)=|@import|url\(", page)
+        assert 'class="action scored"' in page
+
+
+def test_a_log_file_of_a_real_run(shared_dir: Path, model: Ref) -> None:
+    path = shared_dir / "openai-chat-tau-bench" / "airline_task21_trial0.json"
+    report = inspect_file(path, model, RenderConfig())
+    assert report.branch is not None
+    assert report.branch.n_turns_scored == 14
+    assert json.loads(report.model_dump_json())["branch"]["n_scored"] == report.branch.n_scored
+
+
+def test_a_run_that_would_be_dropped_says_so(files: dict[str, Path], model: Ref) -> None:
+    report = inspect_file(files["trajectories"], model, RenderConfig(max_tokens=50))
+    assert "more than max_tokens = 50" in printed(report)
+
+
+def test_bad_input_is_one_line(files: dict[str, Path], model: Ref, tmp_path: Path) -> None:
+    (tmp_path / "no.json").write_text("[1, 2")
+    (tmp_path / "no.arrow").write_text("nothing")
+    for path, row, message in (
+        (tmp_path / "none.json", 0, "no such file"),
+        (tmp_path / "no.json", 0, "no.json"),
+        (tmp_path / "no.arrow", 0, "not a readable Arrow file"),
+        (files["branches"], 7, "no row 7"),
+        (files["pairs"], 0, "no branch"),
+    ):
+        with pytest.raises(UserError, match=message) as raised:
+            inspect_file(path, model, RenderConfig(), row=row)
+        assert "\n" not in str(raised.value)
