@@ -126,8 +126,8 @@ def gather(group: Group, values_K: Tensor) -> Tensor:
         PeerLostError: a rank died.
     """
     own_K = values_K.detach().to(group.device, torch.float64)
-    if group.world_size == 1:
-        return own_K[None].cpu()
+    if group.world_size == 1 or not own_K.numel():
+        return own_K.expand(group.world_size, -1).cpu()
     all_RK = own_K.new_empty(group.world_size, own_K.numel())
     try:
         dist.all_gather(list(all_RK.unbind(0)), own_K)

@@ -127,6 +127,29 @@ class LossKind(NamedTuple):
     needs_reference: bool
 
 
+def of_means(
+    loss: PairLossFunction,
+    chosen_N: Tensor,
+    rejected_N: Tensor,
+    *,
+    scales_2N: Tensor,
+    references_2N: Tensor,
+) -> PairLoss:
+    """Any loss as a function of mean scores, which is what the branch plans exchange.
+
+    Args:
+        scales_2N: what turns a branch's mean into the score the loss reads: its total weight for sums, 1 for means;
+            row 0 chosen, row 1 rejected.
+        references_2N: the reference's mean score of each branch (nats per scored token); zeros without a reference.
+    """
+    chosen_scale_N, rejected_scale_N = scales_2N
+    inner = loss(
+        chosen_scale_N * (chosen_N - references_2N[0]),
+        rejected_scale_N * (rejected_N - references_2N[1]),
+    )
+    return PairLoss(inner.loss_N, chosen_scale_N * inner.d_chosen_N, rejected_scale_N * inner.d_rejected_N)
+
+
 LOSSES: dict[str, LossKind] = {
     "simpo": LossKind("mean", needs_reference=False),
     "orpo": LossKind("mean", needs_reference=False),

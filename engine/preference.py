@@ -1,16 +1,10 @@
-"""Preference optimisation on pairs of whole runs, by any branch plan, on transformers.Trainer.
-
-The library gives the loop, schedules, accumulation, logging, checkpoints and resume; each rank's Trainer believes it
-is alone. What is ours: a training step that is a branch plan, and the SUM of the gradients over ranks before the
-library clips them. A window's loss is  sum_i w_i L_i / (pairs of the window),  also in an epoch's last, shorter one.
-"""
+"""Preference optimisation on pairs of whole runs: set-up, the checks before step 1, the run, its report."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,24 +12,21 @@ from typing import Any
 import peft
 import torch
 import transformers
-from peft import PeftModel
-from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import PrinterCallback, Trainer, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerState, TrainingArguments
 
 from artifacts.store import write_atomically
 from engine import losses
-from engine.branches import Outcome, Plan, Side, n_replicas, score_all, step
-from engine.collectives import Group, compare_digests, sum_gradients, tensor_digest
-from engine.data import BranchTable, EpochLoader, Pair, ShuffledBatches, collate, read_pairs, to_device
-from engine.loading import load_adapter, load_base, save_adapter, trainable_parameters
-from engine.scores import Scorer, branch_scores, token_logprobs
+from engine.branches import n_replicas
+from engine.collectives import Group, compare_digests, tensor_digest
+from engine.data import BranchTable, ShuffledBatches, read_pairs
+from engine.loading import load_adapter, load_base, save_adapter
+from engine.preference_trainer import PreferenceTrainer
+from engine.reference_scores import reference_scores
+from engine.scores import Scorer, token_logprobs
 from engine.session import (
     Checkpoints,
-    Meter,
     StepPrinter,
     Stop,
-    check_gradients,
     curve,
     first_and_last_loss,
     latest_checkpoint,
@@ -48,113 +39,6 @@ from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 
-MARGIN_PAIRS = 256
-"""At most this many training pairs are scored for the margins before the first and after the last step."""
-
-
-class PairIndices(Dataset[int]):
-    def __init__(self, n_pairs: int) -> None:
-        self.n_pairs = n_pairs
-
-    def __len__(self) -> int:
-        return self.n_pairs
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class PreferenceTrainer(Trainer):
-    """A Trainer whose training step is a branch plan over the ranks of `group`."""
-
-    def __init__(
-        self,
-        *,
-        model: PeftModel,
-        branches: BranchTable,
-        pairs: Sequence[Pair],
-        batches: ShuffledBatches,
-        plan: Plan,
-        loss: Any,
-        group: Group,
-        scorer: Scorer,
-        stop: Stop,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(model=model, train_dataset=PairIndices(len(pairs)), **kwargs)
-        self.policy, self.branches, self.pairs, self.batches = model, branches, pairs, batches
-        self.loss, self.group, self.scorer, self.stop = loss, group, scorer, stop
-        self.plan: Plan = plan
-        self.meter = Meter()
-        self.window: list[Outcome] = []
-        self.window_pairs: list[str] = []
-        self.parameters = trainable_parameters(model)
-
-    def get_train_dataloader(self) -> EpochLoader:
-        return EpochLoader(self.train_dataset, self.batches, lambda indices: {"pairs": torch.tensor(indices)})  # type: ignore[arg-type]
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], int]:
-        """The micro-batches of one window and its true number of pairs, over all replicas."""
-        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return samples, sum(len(sample["pairs"]) for sample in samples)
-
-    def score(self, index: int, side: Side) -> Tensor:
-        """Mean log-probability (nats per scored token) of one branch; dropout depends on step, pair and side only."""
-        pair = self.pairs[index]
-        branch = self.branches[pair.chosen if side == "chosen" else pair.rejected]
-        seed = f"{self.args.seed}/{self.state.global_step}/{pair.pair_id}/{side}"
-        torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]))
-        batch = to_device(collate([branch]), self.group.device)
-        return branch_scores(self.scorer(self.policy, *batch[:4]), batch.weights_P)[1]
-
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        model.train()
-        indices: list[int] = inputs["pairs"].tolist()
-        weights_N = torch.tensor([self.pairs[index].weight for index in indices], dtype=torch.float64)
-        shares_N = weights_N / num_items_in_batch
-        outcome = step(self.plan, self.group, indices, shares_N, self.score, self.loss, self._name)
-        self.window.append(outcome)
-        self.window_pairs += [self._name(index) for index in indices]
-        for index in indices:
-            branches = [self.branches[name] for name in (self.pairs[index].chosen, self.pairs[index].rejected)]
-            self.meter.count(sum(b.n_tokens for b in branches), sum(len(b.positions_P) for b in branches))
-        if self.accelerator.sync_gradients:
-            wishes = sum_gradients(self.group, list(self.parameters.values()), torch.tensor([float(self.stop.wanted)]))
-            check_gradients(self.parameters, f"pairs {', '.join(self.window_pairs)}")
-            self.stop.agreed = float(wishes[0]) > 0
-            self.window_pairs = []
-        return (outcome.loss_N * shares_N).sum().to(self.args.device)
-
-    def _name(self, index: int) -> str:
-        return self.pairs[index].pair_id
-
-    def mean_margin(self) -> float:
-        """Mean of ā_c - ā_r over (up to MARGIN_PAIRS, evenly spread) training pairs, without dropout."""
-        stride = math.ceil(len(self.pairs) / MARGIN_PAIRS)
-        indices = range(0, len(self.pairs), stride)
-        self.policy.eval()
-        chosen_N, rejected_N = score_all(
-            self.plan, self.group, len(indices), lambda place, side: self.score(indices[place], side)
-        )
-        return float((chosen_N - rejected_N).mean())
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Matrix products of forward and of backward through frozen weights of all branches of the micro-batch."""
-        names = [name for i in inputs["pairs"].tolist() for name in (self.pairs[i].chosen, self.pairs[i].rejected)]
-        return 4 * self.policy.num_parameters() * sum(self.branches[name].n_tokens for name in names)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self.window:
-            chosen_N = torch.cat([outcome.chosen_N for outcome in self.window])
-            rejected_N = torch.cat([outcome.rejected_N for outcome in self.window])
-            logs = logs | self.meter.lap()
-            logs["margin"] = float((chosen_N - rejected_N).mean())
-            logs["accuracy"] = float((chosen_N > rejected_N).double().mean())
-            logs["chosen_logp"], logs["rejected_logp"] = float(chosen_N.mean()), float(rejected_N.mean())
-            self.window = []
-        super().log(logs, start_time)
-
 
 def _first_margin(trainer: PreferenceTrainer, out: Path, checkpoint: Path | None) -> float:
     """The margin before step 1, measured once and kept for runs that resume."""
@@ -165,6 +49,15 @@ def _first_margin(trainer: PreferenceTrainer, out: Path, checkpoint: Path | None
     if trainer.group.rank == 0:
         write_atomically(kept, json.dumps(margin))
     return margin
+
+
+def loss_of(config: SimpoConfig) -> losses.PairLossFunction:
+    """The configured loss with its own constants."""
+    if config.loss == "simpo":
+        return partial(losses.simpo, beta=config.beta, gamma=config.resolved_gamma, cpo_alpha=config.cpo_alpha)
+    if config.loss == "dpo":
+        return partial(losses.dpo, beta=config.beta, label_smoothing=config.label_smoothing)
+    return partial(getattr(losses, config.loss), beta=config.beta)
 
 
 def _frozen_sample(model: Any) -> str:
@@ -194,8 +87,8 @@ def train(
     pairs = read_pairs(spec.pairs, "train") if spec.pairs else []
     if not pairs:
         raise UserError("no pair is in the train split", where="simpo", fix="see the pair report for what was refused")
-    longest = max(branches[name].n_tokens for pair in pairs for name in (pair.chosen, pair.rejected))
-    base = load_base(spec.model, spec.base, group.device, longest)
+    names = sorted({name for pair in pairs for name in (pair.chosen, pair.rejected)})
+    base = load_base(spec.model, spec.base, group.device, max(branches[name].n_tokens for name in names))
     model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
     replicas = n_replicas(config.plan, group.world_size)
     order = range(len(pairs))
@@ -208,18 +101,26 @@ def train(
         seed=config.seed,
         device=group.device,
     )
+    kind = losses.LOSSES[config.loss]
+    references: dict[str, float] = {}
+    if kind.needs_reference:
+        folder = Path(spec.reference_folder or out)
+        references = reference_scores(spec, model, branches, names, group, folder, scorer)
     trainer = PreferenceTrainer(
         branches=branches,
         pairs=pairs,
         batches=batches,
         plan=config.plan,
-        loss=partial(losses.simpo, beta=config.beta, gamma=config.resolved_gamma, cpo_alpha=config.cpo_alpha),
+        loss=loss_of(config),
+        kind=kind,
+        references=references,
         group=group,
         scorer=scorer,
         stop=stop,
         model=model,
         args=TrainingArguments(**settings),
     )
+    pairs_per_step = settings["gradient_accumulation_steps"] * replicas
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Checkpoints(group, model, out, config.save_steps, stop))
     if group.rank == 0:
@@ -232,7 +133,7 @@ def train(
         {name: tensor_digest(parameter) for name, parameter in trainer.parameters.items()}
         | {
             "the base model": _frozen_sample(model),
-            "the order of pairs": batches.digest(math.ceil(config.epochs), trainer._name),
+            "the order of pairs": batches.digest(math.ceil(config.epochs), trainer.name_of),
             "the run spec": spec.digest(),
             "the checkpoint": checkpoint.name if checkpoint else "none",
         },
@@ -241,8 +142,8 @@ def train(
     first_margin = _first_margin(trainer, out, checkpoint)
     if group.rank == 0:
         print(
-            f"simpo: {len(pairs)} pairs, {settings['gradient_accumulation_steps'] * replicas} pairs a step, plan "
-            f"{config.plan} on {group.world_size} process(es) ({group.backend}), beta {config.beta:g}, gamma "
+            f"{config.loss}: {len(pairs)} pairs, {pairs_per_step} pairs a step, plan {config.plan} on"
+            f" {group.world_size} process(es) ({group.backend}), beta {config.beta:g}, gamma "
             f"{config.resolved_gamma:g}, cpo_alpha {config.cpo_alpha:g}, margin before step 1 {first_margin:.4f}",
             flush=True,
         )
@@ -276,10 +177,12 @@ def train(
             "dtype": spec.base.dtype,
             "attention": str(base.config._attn_implementation),
             "optimizer": config.optimizer.optimizer,
+            "loss": config.loss,
+            "reference": f"base model, {len(references)} branches" if references else "none",
             "beta": f"{config.beta:g}",
             "gamma": f"{config.resolved_gamma:g}",
             "cpo_alpha": f"{config.cpo_alpha:g}",
-            "pairs_per_step": str(settings["gradient_accumulation_steps"] * replicas),
+            "pairs_per_step": str(pairs_per_step),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "peft": peft.__version__,

@@ -28,6 +28,9 @@ class TrainSpec(Frozen):
     sft: SftConfig | None = None
     simpo: SimpoConfig | None = None
     evaluate: EvaluateConfig | None = None
+    reference_folder: str | None = Field(
+        default=None, description="where reference scores are kept between runs; None: in the working folder"
+    )
 
     def digest(self) -> str:
         """sha256 of the spec without where its inputs lie, so that moved inputs resume the same work."""
@@ -38,6 +41,7 @@ class TrainSpec(Frozen):
                 "pairs": places,
                 "model": places,
                 "adapters": {"__all__": places},
+                "reference_folder": True,
             }
         )
         return hashlib.sha256(text.encode()).hexdigest()

@@ -47,6 +47,7 @@ def simpo(
         base=model_config,
         adapters={"start": adapter},
         simpo=config,
+        reference_folder=str(store.root / "reference_scores"),
     )
     report, out = run_spec(spec, store, n_processes=2 if config.plan == "parallel" else 1, log=log)
     trained = Trained(adapter=store.add(out / "adapter", "adapter"), report=TrainReport.model_validate_json(report))

@@ -15,16 +15,25 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from training_inputs import make_tables, simpo_spec
+from training_inputs import make_tables, ref_of, simpo_spec
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
 
 from engine import preference
 from engine.collectives import Group
 from engine.data import Branch, BranchTable, ShuffledBatches, collate, read_pairs
-from engine.loading import load_adapter, load_base, load_tokenizer, trainable_parameters
+from engine.loading import (
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    new_adapter,
+    save_adapter,
+    trainable_parameters,
+)
 from engine.scores import token_logprobs
 from engine.session import Stop, latest_checkpoint
-from schemas.config import OptimizerConfig, SimpoConfig
+from schemas.config import LoraConfig, OptimizerConfig, SimpoConfig
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
@@ -175,6 +184,44 @@ def test_two_replicas_of_two_branches_equal_one_process(
     assert largest_difference(adapter_of(ranks[0]["parameters"]), adapter) < 1e-9
 
 
+TEXT = {"prompt": "w3", "chosen": "w4", "rejected": "w5"}
+"""What TRL's trainers tokenise before our collators put the branches in its place."""
+
+
+def training_order(n_pairs: int) -> list[int]:
+    """The pairs of all five epochs in the order of our own loader."""
+    order, indices = ShuffledBatches([[index] for index in range(n_pairs)], CONFIG.seed), []
+    for epoch in range(5):
+        order.set_epoch(epoch)
+        indices += [index for [index] in order]
+    return indices
+
+
+def trl_settings(folder: Path) -> dict[str, Any]:
+    """CONFIG's optimiser in TRL's words."""
+    optimizer = CONFIG.optimizer
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 1,
+        "learning_rate": optimizer.learning_rate,
+        "lr_scheduler_type": optimizer.lr_scheduler,
+        "warmup_steps": optimizer.warmup_share,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "weight_decay": optimizer.weight_decay,
+        "optim": optimizer.optimizer,
+        "gradient_checkpointing": False,
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "bf16": False,
+        "use_cpu": True,
+        "logging_steps": 1,
+    }
+
+
 def trl_collator(branches: BranchTable, pairs: list[Any]) -> Any:
     """Our branches in the form of TRL's collator: labels are -100 outside the scored spans."""
 
@@ -197,45 +244,21 @@ def test_twenty_steps_equal_trl_cpo_trainer(
     """The same pairs in the same order through TRL, padded together there, apart here."""
     assert spec.pairs is not None
     branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")
-    order = ShuffledBatches([[index] for index in range(len(pairs))], CONFIG.seed)
-    indices = []
-    for epoch in range(5):
-        order.set_epoch(epoch)
-        indices += [index for [index] in order]
-    text = {"prompt": "w3", "chosen": "w4", "rejected": "w5"}  # replaced by the collator
     base = load_base(spec.model, spec.base, torch.device("cpu"), 4096)
     model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
-    optimizer = CONFIG.optimizer
     trainer = CPOTrainer(
         model=model,
         args=CPOConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=2,
-            num_train_epochs=1,
-            learning_rate=optimizer.learning_rate,
-            lr_scheduler_type=optimizer.lr_scheduler,
-            warmup_steps=optimizer.warmup_share,
-            max_grad_norm=optimizer.max_grad_norm,
-            weight_decay=optimizer.weight_decay,
-            optim=optimizer.optimizer,
+            **trl_settings(tmp_path),
             loss_type="simpo",
             beta=BETA,
             simpo_gamma=GAMMA,
             cpo_alpha=0.0,
             disable_dropout=False,
-            gradient_checkpointing=False,
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,
-            save_strategy="no",
-            report_to=[],
-            bf16=False,
-            use_cpu=True,
-            logging_steps=1,
             max_length=64,
         ),
         data_collator=trl_collator(branches, pairs),
-        train_dataset=Dataset.from_list([text | {"pair": index} for index in indices]),
+        train_dataset=Dataset.from_list([TEXT | {"pair": index} for index in training_order(len(pairs))]),
         processing_class=load_tokenizer(spec.model),
     )
     trainer.train()
@@ -244,6 +267,55 @@ def test_twenty_steps_equal_trl_cpo_trainer(
     theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert [point.loss for point in report.curve] == pytest.approx(theirs, rel=1e-6)
     assert largest_difference(adapter, want) < 1e-9
+
+
+def fresh_start(spec: TrainSpec, folder: Path) -> TrainSpec:
+    """The same spec from a LoRA that changes nothing yet, so that policy and reference are equal."""
+    adapter = new_adapter(load_base(spec.model, spec.base, torch.device("cpu"), 4096), LoraConfig(r=4, alpha=8.0), 11)
+    save_adapter(adapter, folder, base_name="tiny", model_sha256=spec.model.sha256, stage="sft")
+    return spec.model_copy(update={"adapters": {"start": ref_of(folder, "adapter")}})
+
+
+def dpo_config() -> SimpoConfig:
+    return SimpoConfig(
+        **CONFIG.model_dump(exclude={"gamma", "loss", "plan", "beta"}), loss="dpo", plan="sequential", beta=0.3
+    )
+
+
+def test_twenty_steps_equal_trl_dpo_trainer(spec: TrainSpec, tmp_path: Path) -> None:
+    """DPO with the base model as reference; the start equals it, so the first loss is log 2."""
+    assert spec.pairs is not None
+    run = fresh_start(spec.model_copy(update={"simpo": dpo_config()}), tmp_path / "start")
+    adapter, report = train_here(run, tmp_path / "ours")
+    branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")
+
+    def collate_pairs(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        sides = [branches[getattr(pairs[row["pair"]], side)] for side in ("chosen", "rejected") for row in rows]
+        batch = collate(sides)
+        completion_mask = torch.zeros_like(batch.input_ids_BT)
+        completion_mask[batch.rows_P, batch.positions_P] = 1
+        return {
+            "input_ids": batch.input_ids_BT,
+            "attention_mask": batch.attention_mask_BT,
+            "completion_mask": completion_mask,
+        }
+
+    model = load_adapter(
+        load_base(run.model, run.base, torch.device("cpu"), 4096), run.adapters["start"], run.model, trainable=True
+    )
+    trainer = DPOTrainer(
+        model=model,
+        args=DPOConfig(**trl_settings(tmp_path), loss_type=["sigmoid"], beta=0.3, max_length=None),
+        data_collator=collate_pairs,  # type: ignore[arg-type]
+        train_dataset=Dataset.from_list([TEXT | {"pair": index} for index in training_order(len(pairs))]),
+        processing_class=load_tokenizer(spec.model),
+    )
+    trainer.train()
+    want = {name: p.detach() for name, p in trainable_parameters(model).items() if ".default." in name}
+    assert report.curve[0].loss == pytest.approx(math.log(2), rel=1e-6)
+    theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [point.loss for point in report.curve] == pytest.approx(theirs, rel=1e-5)
+    assert largest_difference(adapter, adapter_of(want)) < 1e-9
 
 
 def test_margin_rises_and_clipping_acted(sequential: tuple[dict[str, torch.Tensor], TrainReport]) -> None:
@@ -302,19 +374,27 @@ def test_dropout_gives_both_passes_of_a_branch_the_same_mask(tmp_path: Path) -> 
     assert len(seen[True]) == 4
 
 
-def test_non_finite_pair_stops_before_any_save(spec: TrainSpec, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (5, r"pair pair-\d is not finite: chosen nan"),
+        (7, r"the gradient of .* is not finite; training stopped at pairs pair-\d, pair-\d"),
+    ],
+    ids=["score", "gradient"],
+)
+def test_non_finite_pair_stops_before_any_save(spec: TrainSpec, tmp_path: Path, call: int, message: str) -> None:
+    """Calls 5 and 7 of the scorer: the second pair's chosen branch without its graph, and with it."""
     calls = 0
 
     def scorer(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
         nonlocal calls
         logp = token_logprobs(model, *arguments)
         calls += model.training
-        return logp * math.nan if calls == 7 else logp
+        return logp * math.nan if calls == call and model.training else logp
 
-    config = CONFIG.model_copy(update={"plan": "sequential", "save_steps": 100})
-    broken = spec.model_copy(update={"simpo": config})
-    with pytest.raises(StageError, match=r"pair pair-\d is not finite: chosen .*nan"):
-        train_here(broken, tmp_path, scorer=scorer)
+    config = CONFIG.model_copy(update={"plan": "sequential", "save_steps": 1})
+    with pytest.raises(StageError, match=message):
+        train_here(spec.model_copy(update={"simpo": config}), tmp_path, scorer=scorer)
     assert not (tmp_path / "adapter").exists()
     assert latest_checkpoint(tmp_path) is None
 

@@ -1,0 +1,89 @@
+"""Reference scores: those of the base model, computed once, resumed, and not trusted when they do not belong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_inputs import simpo_spec
+
+from engine.collectives import Group
+from engine.data import BranchTable, collate, read_pairs
+from engine.loading import load_adapter, load_base
+from engine.reference_scores import SPOT_CHECKS, file_of, read_scores, reference_scores
+from engine.scores import token_logprobs
+from schemas.config import SimpoConfig
+from schemas.spec import TrainSpec
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
+    return simpo_spec(tmp_path_factory.mktemp("reference"), SimpoConfig(loss="dpo"), n_pairs=5, n_heldout=0)
+
+
+class Counting:
+    """The plain scorer, counting its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        self.calls += 1
+        return token_logprobs(*arguments)
+
+
+def scores(spec: TrainSpec, folder: Path) -> tuple[dict[str, float], int]:
+    assert spec.pairs is not None
+    model = load_adapter(
+        load_base(spec.model, spec.base, torch.device("cpu"), 4096), spec.adapters["start"], spec.model, trainable=True
+    )
+    names = [name for pair in read_pairs(spec.pairs, "train") for name in (pair.chosen, pair.rejected)]
+    scorer = Counting()
+    return reference_scores(spec, model, BranchTable(spec.branches), names, Group(), folder, scorer), scorer.calls
+
+
+@torch.no_grad()
+def test_they_are_the_base_models(spec: TrainSpec, tmp_path: Path) -> None:
+    found, _ = scores(spec, tmp_path)
+    base, branches = load_base(spec.model, spec.base, torch.device("cpu"), 4096), BranchTable(spec.branches)
+    assert len(found) == 10
+    for name, mean in found.items():
+        assert mean == pytest.approx(float(token_logprobs(base, *collate([branches[name]])[:4]).mean()), rel=1e-12)
+
+
+def test_second_run_only_spot_checks(spec: TrainSpec, tmp_path: Path) -> None:
+    first, computed = scores(spec, tmp_path)
+    second, checked = scores(spec, tmp_path)
+    assert (computed, checked) == (10, SPOT_CHECKS)
+    assert first == second
+
+
+def test_torn_and_altered_lines_are_computed_again(spec: TrainSpec, tmp_path: Path) -> None:
+    first, _ = scores(spec, tmp_path)
+    path = file_of(spec, tmp_path)
+    lines = [line for line in path.read_text().splitlines() if line]
+    altered = json.loads(lines[3])
+    altered["mean"] -= 0.5
+    lines[3] = json.dumps(altered)
+    path.write_text("\n".join(lines)[:-20])
+    assert len(read_scores(path)) == 8
+    again, calls = scores(spec, tmp_path)
+    assert again == first
+    assert calls == SPOT_CHECKS + 2
+    assert len(read_scores(path)) == 10
+
+
+def test_scores_of_another_model_are_not_trusted(spec: TrainSpec, tmp_path: Path) -> None:
+    """Whole lines with right digests, but from elsewhere: the spot check finds them."""
+    first, _ = scores(spec, tmp_path / "right")
+    foreign = spec.model_copy(update={"base": spec.base.model_copy(update={"dtype": "float32"})})
+    scores(foreign, tmp_path / "foreign")
+    stolen = file_of(spec, tmp_path / "stolen")
+    stolen.parent.mkdir()
+    stolen.write_text(file_of(foreign, tmp_path / "foreign").read_text())
+    again, calls = scores(spec, tmp_path / "stolen")
+    assert again == first
+    assert calls == SPOT_CHECKS + 10
