@@ -33,7 +33,7 @@ def _run(until: StageName, config: Path, overrides: list[str], refresh: list[str
 
 @app.command()
 def demo(
-    tasks: Annotated[int, typer.Option(help="tasks to make sample runs of")] = 10,
+    tasks: Annotated[int, typer.Option(help="tasks to make sample runs of")] = 8,
     seed: Annotated[int, typer.Option(help="of the sample runs")] = 0,
     json: Json = False,
 ) -> None:

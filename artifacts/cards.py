@@ -52,11 +52,16 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def _counts(title: str, counts: Mapping[str, float]) -> str:
-    if not counts:
+def _values(title: str, values: Mapping[str, float]) -> str:
+    """In the order given."""
+    if not values:
         return ""
-    rows = sorted(counts.items(), key=lambda item: -item[1])
-    return f"### {title}\n\n" + _table(("", "n"), [(name, _number(value)) for name, value in rows])
+    return f"### {title}\n\n" + _table(("", "n"), [(name, _number(value)) for name, value in values.items()])
+
+
+def _counts(title: str, counts: Mapping[str, float]) -> str:
+    """Largest first."""
+    return _values(title, dict(sorted(counts.items(), key=lambda item: -item[1])))
 
 
 def _picture(uri: str, alternative: str) -> str:
@@ -146,7 +151,7 @@ def _(result: Rendered) -> Card:
         f"({report.n_scored / max(1, report.n_tokens):.1%}). Chat template: {_cell(report.template)}.",
         "### Runs kept at each length limit (tokens)",
         _picture(charts.bars(report.kept_at_limit, x_label="tokens", y_label="runs"), "runs kept by length limit"),
-        _counts("Branch lengths (tokens)", report.length_tokens),
+        _values("Branch lengths (tokens)", report.length_tokens),
         _counts("Tokens by kind", report.tokens_by_kind),
         _counts("By split", report.by_split),
         _dropped("Dropped", report.dropped),
@@ -164,14 +169,17 @@ def _(result: Paired) -> str:
 
 @card.register
 def _(result: Paired) -> Card:
-    report = result.report
+    report, shared = result.report, result.report.shared_prefix_histogram
     markdown = _page(
         f"**{report.n_pairs:,} pairs** of {report.n_tasks_with_pairs:,} tasks.",
         _counts("By rule", report.by_rule),
         _counts("By split", report.by_split),
         _counts("Candidates refused, by guard", report.rejected_by_reason),
-        _counts("Shared prefix (tokens)", report.shared_prefix_tokens),
-        _counts("Length gap, chosen minus rejected (tokens)", report.length_gap_tokens),
+        _values("Shared prefix (tokens)", report.shared_prefix_tokens),
+        _picture(charts.bars(shared, x_label="shared leading tokens", y_label="pairs"), "pairs by shared prefix")
+        if shared
+        else "",
+        _values("Length gap, chosen minus rejected (tokens)", report.length_gap_tokens),
         _dropped("Dropped", report.dropped),
         _payloads(result.refs()),
     )

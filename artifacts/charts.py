@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 SIZE_INCHES = (6.4, 2.6)
 INK = "#475569"
@@ -47,6 +48,8 @@ def bars(counts: Mapping[str, float], *, x_label: str, y_label: str) -> str:
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.margins(y=0.15)
+        if all(float(value).is_integer() for value in counts.values()):
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         return _data_uri(figure)
 
 

@@ -1,0 +1,130 @@
+"""Cards: what they say, that data cannot break them, and that their pictures are pictures."""
+
+import base64
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from artifacts import charts
+from artifacts.cards import DROPPED_SHOWN, card, run_card, summary
+from schemas.refs import Ref
+from schemas.reports import Dropped, Ingested, IngestReport, Promoted, PromoteReport, StageResult, Trained, TrainReport
+from schemas.runs import RunReport, StageRun
+
+REF = Ref(
+    kind="trajectories", path="/store/trajectories/ab/trajectories.arrow", sha256="ab" * 32, n_bytes=2**20, n_rows=3
+)
+
+
+def ingested(**fields: object) -> Ingested:
+    report = {
+        "n_files": 4,
+        "n_trajectories": 3,
+        "n_turns": 9,
+        "by_format": {"tau-bench": 3},
+        "by_outcome": {"failed": 1, "resolved": 2},
+    }
+    return Ingested(trajectories=REF, report=IngestReport.model_validate(report | fields))
+
+
+def picture(uri: str) -> ElementTree.Element:
+    head, _, data = uri.partition(",")
+    assert head == "data:image/svg+xml;base64"
+    return ElementTree.fromstring(base64.b64decode(data))
+
+
+def words(svg: ElementTree.Element) -> set[str]:
+    return {text.strip() for element in svg.iter() if (text := element.text) and text.strip()}
+
+
+def test_bars_and_lines_are_svg_with_their_labels() -> None:
+    assert {"16K", "32K", "12", "runs", "tokens"} <= words(
+        picture(charts.bars({"16K": 7, "32K": 12}, x_label="tokens", y_label="runs"))
+    )
+    panels = {"loss": {"loss": [2.0, 1.0]}, "log-probability": {"chosen": [-1.0, None], "rejected": [-2.0, -3.0]}}
+    assert {"loss", "log-probability", "chosen", "rejected", "step"} <= words(picture(charts.lines([1, 2], panels)))
+
+
+def test_equal_data_draw_equal_bytes() -> None:
+    assert charts.bars({"a": 1.5}, x_label="x", y_label="y") == charts.bars({"a": 1.5}, x_label="x", y_label="y")
+
+
+def test_text_of_the_data_cannot_break_a_table() -> None:
+    nasty = Dropped(what="a|b.json", reason="line one\nline two <script>alert(1)</script>")
+    page = card(ingested(quarantined=(nasty,))).markdown
+    (row,) = (line for line in page.splitlines() if "line one" in line)
+    assert row == "| a\\|b.json | line one line two &lt;script>alert(1)&lt;/script> |"
+
+
+def test_long_lists_are_cut_and_say_so() -> None:
+    many = tuple(Dropped(what=f"{n}.json", reason="not JSON") for n in range(1000))
+    page = card(ingested(quarantined=many)).markdown
+    assert page.count("not JSON") == DROPPED_SHOWN
+    assert "980 more" in page
+    assert "(1,000)" in page
+
+
+def test_data_that_was_not_redacted_is_told_loudly() -> None:
+    assert "Not redacted" in card(ingested(redact=False)).markdown
+    assert "Not redacted" not in card(ingested()).markdown
+
+
+def test_every_kind_of_result_has_a_card_and_a_summary() -> None:
+    for kind in StageResult.registry.values():
+        if kind is not RunReport:
+            assert card.dispatch(kind) is not card.dispatch(object)
+            assert summary.dispatch(kind) is not summary.dispatch(object)
+
+
+def test_training_card_says_what_was_measured() -> None:
+    report = TrainReport(
+        stage="simpo",
+        n_examples=8,
+        n_steps=4,
+        n_tokens_seen=1000,
+        n_tokens_scored=100,
+        padding_share=0.01,
+        first_loss=1.5,
+        last_loss=1.0,
+        first_margin=-0.25,
+        last_margin=0.5,
+        wall_s=12.0,
+        world_size=2,
+        backend="gloo",
+        plan="parallel",
+        peak_memory_bytes=3 * 2**30,
+        settings={"attention": "sdpa"},
+    )
+    result = Trained(adapter=REF, report=report)
+    page = card(result)
+    assert page.key == "simpo"
+    for text in ("1.5000 → 1.0000", "-0.25 → 0.5", "3.00 GiB", "2, parallel, gloo", "| attention | sdpa |"):
+        assert text in page.markdown
+    assert summary(result) == "loss 1.5000 → 1.0000 in 4 steps; margin -0.2500 → +0.5000"
+
+
+@pytest.mark.parametrize(("promoted", "text"), [(True, "**Promoted**"), (False, "**Not promoted.**")])
+def test_promotion_card_gives_its_reasons(promoted: bool, text: str) -> None:
+    report = PromoteReport(
+        promoted=promoted, reasons=("few pairs", "worse"), candidate_sha256="a" * 64, incumbent_sha256=None
+    )
+    page = card(Promoted(report=report)).markdown
+    assert text in page
+    assert "- few pairs\n- worse" in page
+
+
+def test_run_card_has_a_line_for_each_stage() -> None:
+    report = RunReport(
+        run_id="r",
+        name="demo",
+        store="/store",
+        status="failed",
+        message="pairs: no pair | found",
+        started_at="2026-01-01T00:00:00+00:00",
+        wall_s=2.0,
+        inputs_sha256="",
+        stages=(StageRun(stage="ingest", outcome="cached", wall_s=0.1, summary="3 runs"),),
+    )
+    page = run_card(report).markdown
+    assert "| ingest | cached | 0.1 | 3 runs |" in page
+    assert "no pair \\| found" in page
