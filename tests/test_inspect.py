@@ -15,7 +15,7 @@ from schemas.config import ModelConfig, PairsConfig, RenderConfig, SplitConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
 from schemas.tables import TRAJECTORIES
-from schemas.trajectory import Outcome
+from schemas.trajectory import Outcome, OutcomeStatus
 from tasks.inspect import inspect_file
 from tasks.inspect_view import html_page, print_inspection
 from tasks.model import prepare_model
@@ -37,6 +37,7 @@ def model(store: Store) -> Ref:
 
 @pytest.fixture(scope="module")
 def files(store: Store, model: Ref) -> dict[str, Path]:
+    statuses: tuple[tuple[str, OutcomeStatus], ...] = (("good", "resolved"), ("bad", "failed"))
     runs = [
         trajectory(
             system(),
@@ -47,7 +48,7 @@ def files(store: Store, model: Ref) -> dict[str, Path]:
             trajectory_id=name,
             outcome=Outcome(status=status, source="reward"),
         )
-        for name, status in (("good", "resolved"), ("bad", "failed"))
+        for name, status in statuses
     ]
     with store.staging() as folder:
         write_table(folder / "trajectories.arrow", TRAJECTORIES, (run.model_dump() for run in runs))
