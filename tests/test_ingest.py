@@ -71,6 +71,20 @@ def test_outcomes_are_joined_on_run_and_instance(tmp_path: Path, store: Store) -
     assert found == {"one": "resolved", "two": "failed", "three": "unknown"}
 
 
+def test_a_report_that_names_the_run_wins_over_one_in_its_folder(tmp_path: Path, store: Store) -> None:
+    write(tmp_path / "logs" / "two" / "o__r-1.json", chat("x", instance_id="o__r-1"))
+    write(tmp_path / "logs" / "two" / "report.json", {"resolved_ids": ["o__r-1"]})
+    write(tmp_path / "logs" / "model.two.json", {"resolved_ids": [], "unresolved_ids": ["o__r-1"]})
+    assert rows(run(store, tmp_path / "logs"))[0]["outcome"]["status"] == "failed"
+
+
+def test_the_nearest_report_wins(tmp_path: Path, store: Store) -> None:
+    write(tmp_path / "logs" / "a" / "b" / "o__r-1.json", chat("x", instance_id="o__r-1"))
+    write(tmp_path / "logs" / "report.json", {"resolved_ids": ["o__r-1"]})
+    write(tmp_path / "logs" / "a" / "b" / "report.json", {"resolved_ids": [], "unresolved_ids": ["o__r-1"]})
+    assert rows(run(store, tmp_path / "logs"))[0]["outcome"]["status"] == "failed"
+
+
 def test_reward_files_of_a_trial(tmp_path: Path, store: Store) -> None:
     write(tmp_path / "logs" / "trial-1" / "agent" / "run.json", chat("a"))
     (tmp_path / "logs" / "trial-1" / "verifier").mkdir()

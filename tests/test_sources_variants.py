@@ -319,6 +319,12 @@ def test_plain_anthropic_messages() -> None:
     assert (run.messages[2].reasoning, run.messages[3].failed) == ("hm", True)
 
 
+def test_all_text_blocks_of_a_response_are_kept() -> None:
+    blocks = [{"type": "text", "text": "one"}, use("c1"), {"type": "text", "text": "two"}]
+    (run,) = read({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": blocks}]})
+    assert run.messages[1].content == "one\ntwo"
+
+
 def test_gemini_api_contents() -> None:
     contents = [
         {"role": "user", "parts": [{"text": "q"}]},

@@ -1,6 +1,6 @@
 """Files beside runs that say how they ended: test reports, exit-status lists, rewards. They hold no trajectories.
 
-They are joined with runs on run and instance. A report found nearer to the run wins over one further up.
+They are joined with runs on run and instance. A report that names the run comes first, then the one nearest to it.
 """
 
 import re
