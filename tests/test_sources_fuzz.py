@@ -1,6 +1,6 @@
 """Each adapter on mutated real files and on made-up JSON: no exception other than SourceError.
 
-Time is bounded by EXAMPLES; a hundred times as many were run when the adapters were written.
+Time is bounded by EXAMPLES; raise it for a long run.
 """
 
 import json
