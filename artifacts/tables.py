@@ -11,6 +11,8 @@ from schemas.errors import ArtifactError
 from schemas.refs import Ref
 from schemas.tables import TABLES
 
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
 ROWS_PER_BATCH = 64
 """Small enough that a batch of 80K-token rows stays under a few tens of megabytes."""
 
@@ -18,7 +20,7 @@ ROWS_PER_BATCH = 64
 def write_table(
     path: Path, schema: pa.Schema, rows: Iterable[Mapping[str, Any]], *, rows_per_batch: int = ROWS_PER_BATCH
 ) -> int:
-    """Streams rows into an Arrow IPC file; memory holds one batch at a time.
+    """Writes rows as an Arrow IPC stream, the form that `datasets.Dataset.from_file` opens; memory holds one batch.
 
     Returns:
         the number of rows written.
@@ -27,7 +29,7 @@ def write_table(
         pyarrow.ArrowInvalid: a row does not fit the schema.
     """
     iterator, n_rows = iter(rows), 0
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         while batch := list(islice(iterator, rows_per_batch)):
             writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
             n_rows += len(batch)
@@ -38,13 +40,17 @@ def open_table(source: Ref | Path) -> pa.Table:
     """Memory-maps a table; nothing is read until a column or row is.
 
     Raises:
-        ArtifactError: the file is missing, is no Arrow file, or has another schema than this version writes.
+        ArtifactError: the file is missing, is no whole Arrow stream, or has another schema than this version writes.
     """
     path = Path(source.path) if isinstance(source, Ref) else source
     try:
-        table = pa.ipc.open_file(pa.memory_map(str(path), "r")).read_all()
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - len(_END_OF_STREAM), 0))
+            if file.read() != _END_OF_STREAM:  # a stream cut between two batches would read as a shorter table
+                raise ArtifactError(f"{path}: not a whole Arrow stream")
+        table = pa.ipc.open_stream(pa.memory_map(str(path), "r")).read_all()
     except (OSError, pa.ArrowInvalid) as error:
-        raise ArtifactError(f"{path}: not a readable Arrow file ({error})") from error
+        raise ArtifactError(f"{path}: not a readable Arrow stream ({error})") from error
     name = (table.schema.metadata or {}).get(b"traceforge.table", b"").decode()
     expected = TABLES.get(name)
     if expected is None or not table.schema.equals(expected, check_metadata=True):

@@ -142,7 +142,7 @@ class _Segments:
 def _assemble(folder: Path, catalog: Catalog, path: Path) -> int:
     n_rows = 0
     segments = _Segments(folder)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, TRAJECTORIES) as writer:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
         for runs in _batches(catalog):
             writer.write_batch(_with_joined(segments.batch(runs), runs))
             n_rows += len(runs)
