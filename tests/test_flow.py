@@ -1,5 +1,6 @@
 """The DAG under a real Prefect API: what runs again and what does not, what happens when a stage fails."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from prefect.settings import (
 from prefect.testing.utilities import prefect_test_harness
 
 from artifacts.gc import collect, inventory
-from artifacts.locks import in_use
+from artifacts.locks import in_use, locked
 from artifacts.runs import read_runs
 from flows.full import traceforge
+from flows.nightly import nightly
 from schemas.config import RunConfig
 from schemas.errors import UserError
 from schemas.requests import StageName
@@ -171,7 +173,7 @@ def test_gc_keeps_what_a_kept_run_or_an_alias_refers_to(config: RunConfig, fakes
     assert old.sft is not None
     assert new.sft is not None
     (store / "aliases").mkdir(exist_ok=True)
-    (store / "aliases" / "current.json").write_text(old.sft.adapter.model_dump_json())
+    (store / "aliases" / "current.json").write_text(json.dumps({"adapter": old.sft.adapter.model_dump()}))
     before = {payload.path for payload in inventory(store).payloads}
     with in_use(store), pytest.raises(UserError, match="a run is using the store"):
         collect(store, keep_runs=1)
@@ -183,3 +185,48 @@ def test_gc_keeps_what_a_kept_run_or_an_alias_refers_to(config: RunConfig, fakes
     assert {ref.path for ref in new.all_refs()} | {old.sft.adapter.path} <= after
     assert ran(traceforge(changed(config, "sft", epochs=2.0))) == []
     assert ran(traceforge(config)) == ["simpo"]  # of the old run, only what was removed runs again
+
+
+def night(config: RunConfig, **parameters: Any) -> RunReport:
+    report = nightly(config, **parameters)
+    assert isinstance(report, RunReport)
+    return report
+
+
+def test_night_without_news_is_short_and_says_so(config: RunConfig, fakes: FakeStages) -> None:
+    first = night(config)
+    assert first.status == "completed"
+    before = fakes.calls.copy()
+    state = nightly(config, return_state=True)
+    assert state.is_completed()
+    assert state.message == f"nothing new since run {first.run_id}"
+    assert fakes.calls == before
+    (Path(config.source.paths[0]) / "new.traj.json").write_text("{}")
+    assert night(config).status == "completed"
+    assert fakes.calls["ingest"] == before["ingest"] + 1
+
+
+def test_late_night_skips(config: RunConfig, fakes: FakeStages) -> None:
+    with locked(Path(config.store) / "nightly.lock") as free:
+        assert free
+        report = night(config)
+    assert report.status == "skipped"
+    assert not fakes.calls
+    assert night(config).status == "completed"
+
+
+def test_bad_night_is_tried_again_and_goes_on_where_it_stopped(config: RunConfig, fakes: FakeStages) -> None:
+    fakes.failures["simpo"] = [RuntimeError("diverged"), RuntimeError("diverged")]
+    with pytest.raises(RuntimeError, match="diverged"):
+        nightly(config)
+    assert fakes.calls["promote"] == 0
+    assert night(config).status == "completed"
+    assert fakes.calls["sft"] == 1
+
+
+def test_nights_keep_the_newest_runs_only(config: RunConfig, fakes: FakeStages) -> None:
+    night(changed(config, "sft", epochs=2.0), keep_runs=1)
+    report = night(config, keep_runs=1)
+    adapters = [payload for payload in inventory(Path(config.store)).payloads if payload.kind == "adapter"]
+    assert {payload.path for payload in adapters} == {ref.path for ref in report.all_refs() if ref.kind == "adapter"}
+    assert len(read_runs(Path(config.store))) == 1
