@@ -45,7 +45,7 @@ def log_probabilities(model: torch.nn.Module, spec: TrainSpec, name: str) -> lis
 
 @torch.no_grad()
 def test_scores_of_base_and_adapters_from_full_logits(spec: TrainSpec) -> None:
-    """Batched and padded here, one branch at a time there (measured: equal to 1e-15)."""
+    """Batched and padded here, one branch at a time there (tolerance 1e-9)."""
     report = run(spec, EvaluateConfig(tokens_per_micro_batch=400))
     assert [score.name for score in report.models] == ["base", "sft", "simpo"]
     for name in ("base", "sft", "simpo"):
