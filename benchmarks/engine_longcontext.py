@@ -29,7 +29,7 @@ from benchmarks.engine_common import (
     random_nf4_model,
     with_lora,
 )
-from engine.attention import BACKENDS
+from engine.attention import BACKENDS, AttentionBackend
 from engine.choose import choose_plan
 from engine.layers import LongContextScorer
 from engine.memory import GIB, Setup, predict
@@ -52,6 +52,24 @@ def plan_summary(plan: MemoryPlan) -> dict[str, Any]:
     return {"tile_tokens": plan.tile_tokens, "head_groups": plan.head_groups, "layers_kept": counts}
 
 
+class BackwardStopped(RuntimeError):
+    """Raised in place of a further layer's attention backward."""
+
+
+def stop_after(backend: AttentionBackend, calls: int) -> AttentionBackend:
+    """The backend, whose backward may run so many times: memory of a long branch is at its peak from the first on."""
+    left = calls
+
+    def backward(*arguments: Any) -> Any:
+        nonlocal left
+        if left == 0:
+            raise BackwardStopped
+        left -= 1
+        return backend.backward(*arguments)
+
+    return backend._replace(backward=backward)
+
+
 def run_case(
     model: Any,
     scorer: LongContextScorer,
@@ -64,8 +82,12 @@ def run_case(
     n_scored: int,
     device: str,
     setup: Setup,
+    backward_layers: int | None = None,
 ) -> dict[str, Any]:
-    """Timed steps of one length under one plan, with the ledger beside what was allocated."""
+    """Timed steps of one length under one plan, with the ledger beside what was allocated.
+
+    `backward_layers`: the whole forward, then the backward of so many layers only, where device time is short.
+    """
     plans[n_tokens] = plan
     trained = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=1e-5, fused=device == "cuda")
@@ -78,13 +100,20 @@ def run_case(
             torch.cuda.reset_peak_memory_stats()
         branch = random_branch(n_tokens, n_scored, config["vocab_size"], step, device)
         _synchronize()
+        whole = scorer.backend
+        if backward_layers is not None and whole is not None:
+            scorer.backend = stop_after(whole, backward_layers * plan.head_groups)
         start = time.perf_counter()
         logp_P = scorer(model, *branch)
         _synchronize()
         middle = time.perf_counter()
         finite, n_scored_here = finite and bool(torch.isfinite(logp_P).all()), logp_P.numel()
-        (-logp_P.mean()).backward()
-        optimiser.step()
+        try:
+            (-logp_P.mean()).backward()
+            optimiser.step()
+        except BackwardStopped:
+            pass
+        scorer.backend = whole
         optimiser.zero_grad(set_to_none=True)
         _synchronize()
         records.append({"forward_s": middle - start, "step_s": time.perf_counter() - start, **peaks()})
@@ -92,7 +121,7 @@ def run_case(
     step_s = median([record["step_s"] for record in timed])
     ledger = predict(config, n_tokens, plan, setup)
     return {
-        "what": "walk",
+        "what": "walk" if backward_layers is None else f"forward, and backward of the last {backward_layers} layers",
         "tokens_attended": n_tokens,
         "positions_scored": n_scored_here,
         "step_s": round(step_s, 4),
@@ -158,7 +187,7 @@ def floor_s(config: dict[str, Any], n_tokens: int, peak_tflops: dict[str, float]
 
 
 def _case(text: str) -> tuple[int, float, dict[str, str]]:
-    """TOKENS@GIB[,key=value...]; keys: policy, tile, groups, steps."""
+    """TOKENS@GIB[,key=value...]; keys: policy, tile, groups, steps, layers (of backward)."""
     head, *options = text.split(",")
     tokens, gib = head.split("@")
     return int(tokens), float(gib), dict(option.split("=", 1) for option in options)
@@ -225,11 +254,13 @@ def main() -> None:
             result |= run_case(
                 model, scorer, plans, config, n_tokens, plan, steps=int(options.get("steps", arguments.steps)),
                 n_scored=setup.n_scored, device=device, setup=setup,
+                backward_layers=int(options["layers"]) if "layers" in options else None,
             )  # fmt: skip
             if peak_tflops:
                 floor = floor_s(config, n_tokens, peak_tflops)
                 result |= {"floor_tokens_per_s": round(n_tokens / floor, 1)}
-                result |= {"share_of_floor": round(floor / result["step_s"], 4)}
+                if "layers" not in options:
+                    result |= {"share_of_floor": round(floor / result["step_s"], 4)}
         except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
             result |= {"what": "failed", "tokens_attended": n_tokens, "error": str(error)[:600]}
         append_result(arguments.out, result)

@@ -44,6 +44,10 @@ class LayerForward(Workspace):
             self._mlp(mid_ND, hidden_TD[span], kept.gate_up, span)
             if next_input is not None:
                 self.transfers.write(next_input, span, hidden_TD[span])
+        if self._gate_up_TX is not None and kept.gate_up is not None and self.transfers.is_remote(kept.gate_up):
+            # Only now: it then travels beside the next layer's attention, and no tile queues behind it.
+            for span in self.spans:
+                self._gate_up_written = self.transfers.write(kept.gate_up, span, self._gate_up_TX[span], bulk=True)
         self._wait_all(kept)
 
     def finish(self) -> None:
@@ -139,7 +143,7 @@ class LayerBackward(Workspace):
             self._fetch_gate_up(kept)
         upcoming, self._upcoming = self._upcoming, None
         reader = upcoming[1] if upcoming is not None and upcoming[0] is kept else self._mlp_reader(source, kept)
-        first_output = self._group_output(kept, 0)
+        first_output: list[tuple[Tensor, torch.cuda.Event | None]] = []
         for index, (span, tiles) in enumerate(reader):
             if fetch_qkv and kept.qkv is not None:
                 events.append(self.transfers.load(kept.qkv, span, packed_TW[span], self._free))
@@ -153,6 +157,8 @@ class LayerBackward(Workspace):
             if kept.mid is None:
                 mid_ND = self._mid_ring[0][: span.stop - span.start]
                 self._mid(tiles[0], tiles[1:], mid_ND)
+            if index + 1 == len(self.spans):  # not earlier: it is large, and tiles would queue behind it
+                first_output = self._group_output(kept, 0)
             self._mlp_backward(grad_TX[span], mid_ND, gate_up_NX, sums[2], sums[3])
         if below is not None:
             self._fetch_gate_up(below[1])

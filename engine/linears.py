@@ -223,6 +223,7 @@ class AdapterGradients:
         """Gradients by id of their parameter, in the parameter's dtype."""
         grads = {}
         for adapter, total in zip(self.trained, self.grad_b, strict=True):
-            grads[id(adapter.weight_a)] = self.grad_a_XI[adapter.extra].to(adapter.weight_a.dtype)
+            mine = self.grad_a_XI[adapter.extra]  # copied, or its view would keep the padded sums alive
+            grads[id(adapter.weight_a)] = mine.to(adapter.weight_a.dtype, copy=True)
             grads[id(adapter.weight_b)] = total.mul_(adapter.scaling).to(adapter.weight_b.dtype)
         return grads

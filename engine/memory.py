@@ -25,6 +25,7 @@ _MID_RING_TILES = 3
 # NF4 in blocks of 64 with double quantisation: half a byte, one byte of scale per block, four per 256 blocks.
 _BYTES_PER_WEIGHT = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "bf16": 2.0, "fp32": 4.0, "fp64": 8.0}
 _OPTIMISER_BYTES = {"none": 0, "adamw": 8, "adamw_8bit": 2}  # per trained parameter
+_LIBRARY_BYTES = 64 * 2**20  # cuBLAS workspaces, allocated through PyTorch
 _LORA_ITEMSIZE = 4  # peft keeps adapters in float32
 
 
@@ -144,6 +145,7 @@ def _static_rows(config: Mapping[str, Any], setup: Setup, sizes: Dimensions) -> 
         "adapters": trained * lora_itemsize,
         "gradients": trained * lora_itemsize * (2 if setup.accumulating else 1),
         "optimiser": trained * _OPTIMISER_BYTES[setup.optimiser],
+        "matmul library": _LIBRARY_BYTES if setup.align > 1 else 0,
     }
     return [LedgerRow(moment="static", component=name, device_bytes=value) for name, value in amounts.items()]
 

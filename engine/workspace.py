@@ -127,16 +127,13 @@ class Workspace:
     def _mlp(self, mid_ND: Tensor, out_ND: Tensor, gate_up: Kept | None, span: slice) -> None:
         normed_NX = self._normed(mid_ND, self.layer.post_attention_layernorm, self.gate_up)
         gate_up_NX = self._gate_up_NX[: mid_ND.shape[0]]
-        remote = self.transfers.is_remote(gate_up)
-        if remote and self._gate_up_TX is not None:
+        if self._gate_up_TX is not None and self.transfers.is_remote(gate_up):
             if span.start == 0:
                 self.transfers.wait(self._gate_up_written)
             gate_up_NX = self._gate_up_TX[span]
         elif gate_up is not None:
             gate_up_NX = gate_up.data_TW[span]
         self.gate_up.forward(normed_NX, gate_up_NX[:, : self.gate_up.n_out])
-        if remote and gate_up is not None:
-            self._gate_up_written = self.transfers.write(gate_up, span, gate_up_NX, bulk=True)
         mlp_NX = self._mlp_NX[: mid_ND.shape[0]]
         kernels.swiglu(gate_up_NX[:, : self.gate_up.n_out], mlp_NX[:, : self.mlp_size])
         self.down.forward(mlp_NX, out_ND, residual_NO=mid_ND)
