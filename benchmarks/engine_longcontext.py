@@ -52,7 +52,7 @@ def plan_summary(plan: MemoryPlan) -> dict[str, Any]:
     return {"tile_tokens": plan.tile_tokens, "head_groups": plan.head_groups, "layers_kept": counts}
 
 
-class BackwardStopped(RuntimeError):
+class BackwardStoppedError(RuntimeError):
     """Raised in place of a further layer's attention backward."""
 
 
@@ -63,7 +63,7 @@ def stop_after(backend: AttentionBackend, calls: int) -> AttentionBackend:
     def backward(*arguments: Any) -> Any:
         nonlocal left
         if left == 0:
-            raise BackwardStopped
+            raise BackwardStoppedError
         left -= 1
         return backend.backward(*arguments)
 
@@ -111,7 +111,7 @@ def run_case(
         try:
             (-logp_P.mean()).backward()
             optimiser.step()
-        except BackwardStopped:
+        except BackwardStoppedError:
             pass
         scorer.backend = whole
         optimiser.zero_grad(set_to_none=True)
