@@ -272,7 +272,7 @@ def _(result: Evaluated) -> Card:
         if bucket.n_branches
     ]
     markdown = _page(
-        f"On {report.n_heldout_tasks:,} held-out tasks, in {report.wall_s:,.1f} s.",
+        f"Held-out tasks: {report.n_heldout_tasks:,}. Evaluated in {report.wall_s:,.1f} s.",
         _table(head, map(_score_row, report.models)),
         _picture(charts.bars(likelihoods, x_label="", y_label="nats per action token"), "NLL by model")
         if likelihoods

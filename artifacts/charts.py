@@ -56,20 +56,22 @@ def bars(counts: Mapping[str, float], *, x_label: str, y_label: str) -> str:
 def lines(
     steps: Sequence[float], panels: Mapping[str, Mapping[str, Sequence[float | None]]], *, x_label: str = "step"
 ) -> str:
-    """One panel for each y label, side by side, with one line for each of its series; a data URI.
+    """One panel for each y label, two in a row, with one line for each of its series; a data URI.
 
     Args:
         steps: x values
         panels: y label -> name of a series -> its values; None leaves a gap
     """
     with mpl.rc_context(rc=_STYLE):
-        figure = Figure(figsize=(SIZE_INCHES[0] * max(1.0, len(panels) / 2), SIZE_INCHES[1]), layout="constrained")
-        grid = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (label, series) in zip(grid, panels.items(), strict=True):
+        n_rows = (len(panels) + 1) // 2
+        figure = Figure(figsize=(SIZE_INCHES[0], SIZE_INCHES[1] * n_rows * 0.8), layout="constrained")
+        for index, (label, series) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(n_rows, min(2, len(panels)), index)
             for colour, (name, values) in zip(COLOURS, series.items(), strict=False):
                 shown = [float("nan") if value is None else value for value in values]
                 axes.plot(steps, shown, color=colour, label=name, marker="o" if len(steps) < 30 else "", markersize=3)
             axes.set_xlabel(x_label)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
             axes.set_title(label, loc="left", fontsize=9)
             if len(series) > 1:
                 axes.legend(frameon=False, fontsize=8)
