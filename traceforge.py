@@ -132,6 +132,20 @@ def inspect(
 
 
 @app.command()
+def export(
+    table: Annotated[Path, typer.Argument(help="a trajectories table (.arrow) of the store")],
+    out: Annotated[Path, typer.Argument(help="where to write")],
+    to: Annotated[str, typer.Option(help="atif, openai or sharegpt")] = "openai",
+    json: Json = False,
+) -> None:
+    """Runs in another tool's format; each can be ingested again. Reads TABLE; writes OUT."""
+    from flows.look import export_runs
+
+    report = export_runs(table, out, to)
+    emit(report, json, f"{report.n_runs} runs: {report.out}")
+
+
+@app.command()
 def plan(
     config: Config,
     set_: Set,

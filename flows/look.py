@@ -1,13 +1,17 @@
-"""`traceforge inspect`: the model's tokenizer made ready, one run looked at, shown on stdout or as a page."""
+"""Looking at runs from outside the pipeline: `traceforge inspect` and `traceforge export`."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast, get_args
 
 from rich.console import Console
 
 from artifacts.store import Store
+from schemas.base import Frozen
 from schemas.config import RunConfig
+from schemas.errors import ArtifactError, UserError
 from schemas.inspection import InspectReport
+from tasks.export import Format, export
 from tasks.inspect import inspect_file
 from tasks.inspect_view import html_page, print_inspection
 from tasks.model import prepare_model
@@ -28,6 +32,27 @@ def look(
     if html is not None:
         html.write_text(html_page(report), encoding="utf-8")
     return report
+
+
+class ExportReport(Frozen):
+    out: str
+    format: str
+    n_runs: int
+
+
+def export_runs(table: Path, out: Path, target: str) -> ExportReport:
+    """Writes every run of a table in another format.
+
+    Raises:
+        UserError: no such format, or the table cannot be read.
+    """
+    if target not in get_args(Format):
+        raise UserError(f"no format {target!r}", where="--to", fix=f"one of {', '.join(get_args(Format))}")
+    try:
+        n_runs = export(table, out, cast("Format", target))
+    except ArtifactError as error:
+        raise UserError(str(error)) from error
+    return ExportReport(out=str(out), format=target, n_runs=n_runs)
 
 
 def print_to_stdout(report: InspectReport, *, full: bool) -> None:
