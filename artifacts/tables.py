@@ -36,6 +36,30 @@ def write_table(
     return n_rows
 
 
+def write_tables(
+    path: Path, schema: pa.Schema, tables: Iterable[pa.Table], *, rows_per_batch: int = ROWS_PER_BATCH
+) -> int:
+    """Like `write_table`, for rows that are Arrow already. How they are cut into tables leaves no trace in the file.
+
+    Returns:
+        the number of rows written.
+
+    Raises:
+        pyarrow.ArrowInvalid: a table has another schema.
+    """
+    waiting, n_rows = schema.empty_table(), 0
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for table in tables:
+            waiting = pa.concat_tables([waiting, table.select(schema.names).replace_schema_metadata(schema.metadata)])
+            while waiting.num_rows >= rows_per_batch:
+                writer.write_table(waiting.slice(0, rows_per_batch).combine_chunks())
+                waiting = waiting.slice(rows_per_batch)
+            n_rows += table.num_rows
+        if waiting.num_rows:
+            writer.write_table(waiting.combine_chunks())
+    return n_rows
+
+
 def open_table(source: Ref | Path) -> pa.Table:
     """Memory-maps a table; nothing is read until a column or row is.
 

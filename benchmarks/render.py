@@ -18,9 +18,9 @@ from artifacts.tables import iter_rows, open_table
 from schemas.config import ModelConfig, RenderConfig, SourceConfig
 from schemas.trajectory import Trajectory
 from tasks.ingest import ingest
+from tasks.jinja import RenderError
 from tasks.model import prepare_model
-from tasks.render import make_renderer, render_run
-from tasks.skeleton import RenderError
+from tasks.renderer import make_renderer, render_run
 
 
 def main() -> None:

@@ -63,6 +63,10 @@ class SplitConfig(Frozen):
     by: Literal["task", "repo"] = "task"
     heldout_share: float = Field(default=0.2, ge=0, lt=1)
     salt: str = "traceforge"
+    on_leak: Literal["report", "drop"] = Field(
+        default="report",
+        description="a training run whose task text or scored text is also, or nearly, that of a held-out run",
+    )
 
 
 class RenderConfig(Frozen):
@@ -86,6 +90,15 @@ class RenderConfig(Frozen):
     mode: Literal["trajectory", "turn"] = Field(default="trajectory", description="one row a run, or one row a turn")
     max_scored_share: float = Field(
         default=0.9, gt=0, le=1, description="gate: a row scored above this share is refused"
+    )
+    trust_agent_claims: bool = Field(
+        default=False, description="take an outcome that the agent or its model judged itself for an outcome"
+    )
+    engine: Literal["datasets", "ray"] = Field(
+        default="datasets", description="datasets: the cores of this machine; ray: a Ray cluster (extra ray)"
+    )
+    num_proc: int | None = Field(
+        default=None, ge=1, description="processes of the engine datasets; one a core for larger corpora when not given"
     )
 
 

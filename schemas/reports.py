@@ -40,6 +40,19 @@ class IngestReport(Frozen):
     duplicates: tuple[Dropped, ...] = ()
 
 
+LeakText = Literal["task", "scored"]
+
+
+class Leak(Frozen):
+    """A training run that has a text in common with a held-out one."""
+
+    kind: Literal["equal", "similar"]
+    text: LeakText = Field(description="task: the issue or first user message; scored: what is trained on")
+    train: str
+    heldout: str
+    similarity: float = Field(ge=0, le=1, description="1 for equal texts, else the estimated Jaccard index")
+
+
 class RenderReport(Frozen):
     n_branches: int
     n_tokens: int
@@ -50,6 +63,10 @@ class RenderReport(Frozen):
     kept_at_limit: dict[str, int] = Field(description="how many runs each length limit would keep")
     template: str
     dropped: tuple[Dropped, ...] = ()
+    n_leaks: dict[str, int] = Field(
+        default={}, description="training runs that leak into the held-out side, by kind and text"
+    )
+    leaks: tuple[Leak, ...] = Field(default=(), description="the first 100 of them")
 
 
 class PairReport(Frozen):

@@ -20,8 +20,9 @@ from schemas.inspection import BranchView, InspectReport, PairView, Segment
 from schemas.refs import Ref
 from schemas.tables import SPAN_KINDS
 from schemas.trajectory import Trajectory
-from tasks.render import Renderer, branch_rows, make_renderer, refusal, render_run
-from tasks.skeleton import RenderError
+from tasks.branch_rows import branch_rows, refusal
+from tasks.jinja import RenderError
+from tasks.renderer import Renderer, make_renderer, render_run
 from tasks.sources import SourceError, parse
 
 

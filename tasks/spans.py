@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from schemas.tables import SPAN_KINDS
 from schemas.trajectory import Message
-from tasks.skeleton import Piece, RenderError, Rendering
+from tasks.jinja import RenderError
+from tasks.skeleton import Piece, Rendering
 from tasks.templates import Template
 
 PROMPT, OBSERVATION, REASONING, THOUGHT, ACTION, TURN_END = range(len(SPAN_KINDS))
@@ -179,7 +180,8 @@ class SpanTokenizer:
         """Token ids, and the spans with their ends in tokens; a span without a token of its own is left out."""
         starts = [span.start for span in spans]
         chunks, special_ids = self._cut(rendering)
-        encodings = self._plain.encode_batch([rendering.text[a:b] for a, b in chunks], add_special_tokens=False)
+        # one by one: the cores are kept busy by processes, and threads of the tokenizer would not survive a fork
+        encodings = [self._plain.encode(rendering.text[a:b], add_special_tokens=False) for a, b in chunks]
         ids: list[int] = []
         edges: list[int] = []  # token index at which each span starts
         for number, ((start, end), encoding) in enumerate(zip(chunks, encodings, strict=True)):

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
 
 from schemas.errors import UserError
-from tasks.skeleton import Chat, Jinja, RenderError, marks_generation
+from tasks.jinja import Chat, Jinja, RenderError, marks_generation
 
 _OWN: Final = (
     # (text found in the stock template, our training template)
@@ -105,7 +105,15 @@ def load_template(tokenizer: PreTrainedTokenizerFast, choice: str = "auto") -> T
     Raises:
         UserError: the template is not prefix-preserving, marks nothing as generated, or never stops a turn.
     """
-    name, source = choose_source(tokenizer, choice)
+    return probe_template(tokenizer, *choose_source(tokenizer, choice))
+
+
+def probe_template(tokenizer: PreTrainedTokenizerFast, name: str, source: str) -> Template:
+    """The shape of a template's turns, as it prints them.
+
+    Raises:
+        UserError: as `load_template`.
+    """
     variables = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     jinja = Jinja(source, variables)
     try:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from schemas.config import RenderConfig
 from schemas.trajectory import CharSpan, Message, Outcome, ToolCall, Trajectory
-from tasks.render import LabelledRun, Renderer, render_run
+from tasks.renderer import LabelledRun, Renderer, render_run
 from tasks.spans import SpanTokenizer
 from tasks.templates import load_template
 from tasks.tokenizer import train_tiny_tokenizer

@@ -128,7 +128,7 @@ def test_bad_input_is_one_line(files: dict[str, Path], model: Ref, tmp_path: Pat
     for path, row, message in (
         (tmp_path / "none.json", 0, "no such file"),
         (tmp_path / "no.json", 0, "no.json"),
-        (tmp_path / "no.arrow", 0, "not a readable Arrow file"),
+        (tmp_path / "no.arrow", 0, "not a whole Arrow stream"),
         (files["branches"], 7, "no row 7"),
         (files["pairs"], 0, "no branch"),
     ):

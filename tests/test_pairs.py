@@ -23,7 +23,8 @@ from tasks.ingest import ingest
 from tasks.model import load_tokenizer, prepare_model
 from tasks.pair_rules import n_shared_prefix
 from tasks.pairs import build_pairs
-from tasks.render import Renderer, render
+from tasks.render import render
+from tasks.renderer import Renderer
 
 
 @pytest.fixture(scope="module")

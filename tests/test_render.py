@@ -15,8 +15,10 @@ from schemas.refs import Ref
 from schemas.reports import Rendered
 from schemas.tables import TRAJECTORIES
 from schemas.trajectory import Message, Trajectory
+from tasks.branch_rows import opening_sha256
 from tasks.model import load_tokenizer, prepare_model
-from tasks.render import Renderer, opening_sha256, render
+from tasks.render import render
+from tasks.renderer import Renderer
 from tasks.sources import parse
 
 
@@ -142,10 +144,13 @@ def test_tool_arguments_keep_their_text(renderer: Renderer) -> None:
 
 
 def test_opening_leaves_out_simulated_users() -> None:
-    assert opening_sha256([system(), user("a")]) != opening_sha256([system(), user("b")])
+    def opening(*messages: Message) -> str:
+        return opening_sha256(trajectory(*messages))
+
+    assert opening(system(), user("a")) != opening(system(), user("b"))
     simulated = [user(text, "simulated_user") for text in "ab"]
-    assert opening_sha256([system(), simulated[0]]) == opening_sha256([system(), simulated[1]])
-    assert opening_sha256([system("x"), simulated[0]]) != opening_sha256([system("y"), simulated[0]])
+    assert opening(system(), simulated[0]) == opening(system(), simulated[1])
+    assert opening(system("x"), simulated[0]) != opening(system("y"), simulated[0])
 
 
 def test_the_stock_qwen3_template_is_refused_with_the_token(store: Store, model: Ref, tmp_path: Path) -> None:

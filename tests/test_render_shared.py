@@ -9,7 +9,7 @@ from render_inputs import FAMILIES, decode, family_tokenizer, make_renderer, qwe
 
 from schemas.config import RenderConfig
 from schemas.trajectory import Message, Trajectory
-from tasks.render import LabelledRun, Renderer, render_run
+from tasks.renderer import LabelledRun, Renderer, render_run
 from tasks.sources import SourceError, parse
 from tasks.spans import ACTION, REASONING, THOUGHT, TURN_END
 

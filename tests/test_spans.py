@@ -22,7 +22,7 @@ from render_inputs import (
 from schemas.tables import SPAN_KINDS
 from schemas.trajectory import Message
 from tasks.pair_rules import n_shared_prefix
-from tasks.render import Renderer
+from tasks.renderer import Renderer
 from tasks.spans import ACTION, OBSERVATION, PROMPT, TURN_END
 
 

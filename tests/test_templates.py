@@ -57,7 +57,7 @@ def test_a_template_that_never_stops_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_template_that_rewrites_a_text_drops_the_run_by_name(tmp_path: Path) -> None:
-    from tasks.skeleton import RenderError
+    from tasks.jinja import RenderError
 
     path = tmp_path / "upper.jinja"
     source = stock_template("qwen3_training.jinja")

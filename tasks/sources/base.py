@@ -169,6 +169,12 @@ def digest(*parts: str | None) -> str:
 _ISSUE = re.compile(r"<pr_description>(.+?)</pr_description>|\bISSUE:\n(.+?)\n+INSTRUCTIONS:", re.DOTALL)
 
 
+def issue_text(prompt: str) -> str | None:
+    """The issue's own text, where the prompt marks it."""
+    issue = _ISSUE.search(prompt)
+    return (issue.group(1) or issue.group(2)) if issue else None
+
+
 def prompt_task(messages: Iterable[Message]) -> str | None:
     """For logs that name no task: a hash of the issue text where the prompt marks it, so that agents with different
     instructions share the task; else of everything before the first turn. None: the log holds no prompt.
@@ -177,9 +183,9 @@ def prompt_task(messages: Iterable[Message]) -> str | None:
     for message in messages:
         if message.role == "assistant":
             break
-        issue = _ISSUE.search(message.content) if message.author == "harness" and message.role == "user" else None
+        issue = issue_text(message.content) if message.author == "harness" and message.role == "user" else None
         if issue:
-            return f"issue-{digest(' '.join((issue.group(1) or issue.group(2)).split()))[:16]}"
+            return f"issue-{digest(' '.join(issue.split()))[:16]}"
         opening += [message.role, message.content]
     return f"prompt-{digest(*opening)[:16]}" if any(opening[1::2]) else None
 
