@@ -100,8 +100,8 @@ def run_case(
             torch.cuda.reset_peak_memory_stats()
         branch = random_branch(n_tokens, n_scored, config["vocab_size"], step, device)
         _synchronize()
-        whole = scorer.backend
-        if backward_layers is not None and whole is not None:
+        whole = scorer.choose_backend(model, n_tokens, torch.device(device))
+        if backward_layers is not None:
             scorer.backend = stop_after(whole, backward_layers * plan.head_groups)
         start = time.perf_counter()
         logp_P = scorer(model, *branch)
@@ -111,8 +111,11 @@ def run_case(
         try:
             (-logp_P.mean()).backward()
             optimiser.step()
+            stopped = False
         except BackwardStoppedError:
-            pass
+            stopped = True
+        if stopped != (backward_layers is not None and backward_layers < len(plan.layers)):
+            raise ValueError(f"backward ran over {'fewer' if stopped else 'more'} layers than asked for")
         scorer.backend = whole
         optimiser.zero_grad(set_to_none=True)
         _synchronize()

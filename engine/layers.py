@@ -223,7 +223,8 @@ class LongContextScorer:
             self._pools.append(pool)
         return pool
 
-    def _backend_for(self, model: nn.Module, n_tokens: int, device: torch.device) -> AttentionBackend:
+    def choose_backend(self, model: nn.Module, n_tokens: int, device: torch.device) -> AttentionBackend:
+        """The attention backend, probed on the first call; `probe_s` then holds the seconds each one took."""
         if self.backend is None:
             decoder: Any = split_head(model)[0]
             config, attn = decoder.config, decoder.layers[0].self_attn
@@ -238,8 +239,9 @@ class LongContextScorer:
         check_model(model, n_tokens)
         parameters = _trained_parameters(model) if torch.is_grad_enabled() else []
         pool = self._free_pool(device) if parameters else None
+        backend = self.choose_backend(model, n_tokens, device)
         walk = _BranchWalk(
-            model, input_ids_T, positions_P, self._plan_for(n_tokens), self._backend_for(model, n_tokens, device), pool,
+            model, input_ids_T, positions_P, self._plan_for(n_tokens), backend, pool,
             self._chunk_positions,
         )  # fmt: skip
         if pool is None:
