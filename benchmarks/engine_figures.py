@@ -41,16 +41,14 @@ def main() -> None:
     speed.plot(lengths, [case["tokens_per_s"] for case in cases], "o-", label="traceforge")
     other = results["unsloth"]
     speed.plot([x["tokens_attended"] / 1024 for x in other], [x["tokens_per_s"] for x in other], "s", label="Unsloth")
-    speed.set(
-        xscale="log", yscale="log", xlabel="K tokens of one branch", ylabel="tokens / s, forward + backward + step"
-    )
-    memory.plot(lengths, [case["ledger_gib"] for case in cases], color="0.6", label="ledger")
+    speed.set(xscale="log", yscale="log", xlabel="K tokens of one branch", ylabel="tokens / s, one whole step")
+    memory.plot(lengths, [case["ledger_gib"] for case in cases], "x", color="C3", zorder=3, label="ledger")
     memory.plot(lengths, [case["allocated_gib"] for case in cases], "o", label="allocated")
     memory.plot(lengths, [case["allowed_gib"] for case in cases], "_", markersize=14, color="k", label="allowed")
     memory.set(xscale="log", ylim=(0, 25), xlabel="K tokens of one branch", ylabel="GiB on the device")
     for axes in (speed, memory):
         axes.set_xticks([4, 16, 32, 64, 128, 256], [4, 16, 32, 64, 128, 256])
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower left")
         axes.grid(alpha=0.3)
     target = ROOT / "docs/img/engine_longcontext.svg"
     target.parent.mkdir(parents=True, exist_ok=True)
