@@ -6,6 +6,7 @@ Every limit is on bytes after decompression, so a decompression bomb ends where 
 import gzip
 import io
 import lzma
+import os
 import tarfile
 import zipfile
 import zlib
@@ -20,7 +21,7 @@ import zstandard
 
 from artifacts.store import file_sha256
 from tasks.input_files import path_name
-from tasks.sources import Document, SourceError, find_adapter, read_document
+from tasks.sources import Document, SourceError, find_adapter, load_document, read_document
 from tasks.sources.document import read_lines
 
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -68,7 +69,7 @@ def _member_document(data: bytes, path: str) -> Document | Unreadable:
     if data[:4] in (b"PK\x03\x04", b"PAR1") or data[:2] == b"\x1f\x8b" or data[257:262] == b"ustar":
         return Unreadable(path, "an archive inside an archive: unpack the outer one first")
     try:
-        return read_document(data, path)
+        return load_document(data, path)
     except SourceError as error:
         return Unreadable(path, str(error))
 
@@ -185,7 +186,7 @@ def _gzip_documents(file: Path) -> Iterator[Document | Unreadable]:
         if is_tar:
             yield from _tar_documents(file, stream)
         else:
-            yield from _stream_documents(file, stream)
+            yield from _stream_documents(file, stream, stream.read(_PIECE_BYTES + 1))
 
 
 # files larger than memory ---------------------------------------------------------------------------------------
@@ -211,12 +212,11 @@ def _whole_lines(stream: IO[bytes], head: bytes, problems: list[str]) -> Iterato
         yield rest
 
 
-def _stream_documents(file: Path, stream: IO[bytes]) -> Iterator[Document | Unreadable]:
-    """One document, or pieces of it where every line is a run of its own."""
+def _stream_documents(file: Path, stream: IO[bytes], head: bytes) -> Iterator[Document | Unreadable]:
+    """One document, or pieces of it where every line is a run of its own. `head`: what was read so far."""
     path = path_name(file)
-    head = stream.read(_PIECE_BYTES)
-    if len(head) < _PIECE_BYTES:
-        yield read_document(head, path)
+    if len(head) <= _PIECE_BYTES:
+        yield load_document(head, path)
         return
     sha256 = file_sha256(file)
     first_line = head[: head.find(b"\n")] if b"\n" in head else b""
@@ -234,7 +234,7 @@ def _stream_documents(file: Path, stream: IO[bytes]) -> Iterator[Document | Unre
     rest = stream.read(MAX_DOCUMENT_BYTES + 1 - len(head))
     if len(head) + len(rest) > MAX_DOCUMENT_BYTES:
         raise SourceError(f"one document larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
-    yield read_document(head + rest, path, sha256=sha256)
+    yield load_document(head + rest, path, sha256=sha256)
 
 
 def _parquet_documents(file: Path) -> Iterator[Document]:
@@ -251,19 +251,20 @@ def file_documents(file: Path) -> Iterator[Document | Unreadable]:
         SourceError: the file as a whole cannot be read; documents given before that are good.
     """
     try:
-        with file.open("rb") as stream:
-            magic = stream.read(262)
-            stream.seek(0)
-            if magic[:4] == b"PK\x03\x04":
+        with file.open("rb", buffering=0) as stream:
+            n_bytes = os.fstat(stream.fileno()).st_size
+            head = stream.read(min(n_bytes, _PIECE_BYTES) + 1) or b""  # a buffer of the file's size, not of the limit's
+            if head[:4] == b"PK\x03\x04":
                 yield from _zip_documents(file)
-            elif magic[:2] == b"\x1f\x8b":
+            elif head[:2] == b"\x1f\x8b":
                 yield from _gzip_documents(file)
-            elif magic[257:262] == b"ustar":
+            elif head[257:262] == b"ustar":
+                stream.seek(0)
                 yield from _tar_documents(file, stream)
-            elif magic[:4] == b"PAR1":
+            elif head[:4] == b"PAR1":
                 yield from _parquet_documents(file)
             else:
-                yield from _stream_documents(file, stream)
+                yield from _stream_documents(file, stream, head)
     except (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, pa.ArrowInvalid) as error:
         raise SourceError(f"damaged archive: {error}") from error
     except OSError as error:

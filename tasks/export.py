@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
+from msgspec import to_builtins
 
 from artifacts.tables import iter_rows, open_table
 from schemas.refs import Ref
 from schemas.trajectory import Message, ToolCall, Trajectory
-from tasks.sources import atif, openai_chat, sharegpt
+from tasks.sources import atif, draft, openai_chat, sharegpt
 from tasks.sources.base import METADATA_KEY, json_text
 from tasks.sources.document import loads
 
@@ -31,11 +32,11 @@ def _parsed(text: str | None) -> Any:
         return None
 
 
-def _metadata(trajectory: Trajectory, plain: list[Message]) -> dict[str, Any]:
+def _metadata(trajectory: Trajectory, plain: list[draft.Message]) -> dict[str, Any]:
     """The run's own fields, and per message what a plain reading gets wrong."""
     metadata = trajectory.model_dump(mode="json", exclude={"messages"})
     wanted = [message.model_dump(mode="json") for message in trajectory.messages]
-    read = [message.model_dump(mode="json") for message in plain]
+    read = [to_builtins(message) for message in plain]
     if len(read) != len(wanted):
         return {**metadata, "messages": wanted, "whole": True}
     changes = [

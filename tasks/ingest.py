@@ -23,6 +23,7 @@ from schemas.reports import Dropped, Ingested, IngestReport
 from schemas.tables import TRAJECTORIES, TRAJECTORY_SCHEMA_VERSION
 from schemas.trajectory import Outcome
 from tasks.catalog import Catalog, RunEntry, open_catalog
+from tasks.columns import outcome_column
 from tasks.dedupe import near_duplicates, signature
 from tasks.input_files import InputFile, files_digest, find_files
 from tasks.read_logs import ROWS_PER_BATCH, SegmentWriter
@@ -99,9 +100,8 @@ def _drop_repeats(folder: Path, catalog: Catalog, config: SourceConfig) -> list[
 
 def _with_joined(batch: pa.RecordBatch, runs: list[RunEntry]) -> pa.RecordBatch:
     """The batch with joined outcomes and exit statuses; everything else is passed on unread."""
-    outcomes = [{"status": run.status, "source": run.source, "score": run.score} for run in runs]
     columns = {
-        "outcome": pa.array(outcomes, TRAJECTORIES.field("outcome").type),
+        "outcome": outcome_column([(run.status, run.source, run.score) for run in runs]),
         "exit_status": pa.array([run.exit_status for run in runs], pa.large_string()),
     }
     arrays = [columns.get(name, batch.column(name)) for name in TRAJECTORIES.names]
@@ -120,11 +120,20 @@ class _Segments:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._name, self._table = "", TRAJECTORIES.empty_table()
+        self._whole: dict[tuple[int, int], pa.RecordBatch] = {}
+
+    def _open(self, segment: str) -> None:
+        if segment == self._name:
+            return
+        self._name, self._table = segment, open_table(self._folder / segment)
+        self._whole, first = {}, 0
+        for batch in self._table.to_batches():
+            self._whole[first, batch.num_rows] = batch
+            first += batch.num_rows
 
     def rows(self, segment: str, first: int, n_rows: int) -> pa.Table:
         """Rows [first, first + n_rows) of a segment, copied."""
-        if segment != self._name:
-            self._name, self._table = segment, open_table(self._folder / segment)
+        self._open(segment)
         # slice before anything else: `take` on the whole table would copy all of it
         return self._table.slice(first, n_rows).combine_chunks()
 
@@ -134,7 +143,11 @@ class _Segments:
         pieces = []
         for (segment, _), group in groups:
             first, *others = [run for _, run in group]
-            pieces.append(self.rows(segment, first.row, 1 + len(others)))
+            n_rows = 1 + len(others)
+            self._open(segment)
+            if n_rows == len(runs) and (first.row, n_rows) in self._whole:
+                return self._whole[first.row, n_rows]  # written as it is mapped
+            pieces.append(self.rows(segment, first.row, n_rows))
         whole = pa.concat_tables(pieces).combine_chunks()
         return whole.take(list(range(len(runs)))).to_batches()[0]
 
@@ -245,7 +258,7 @@ def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = No
         writer = SegmentWriter(folder, config, catalog, file_done)
         with _collector_paused():
             while writer.write(files):
-                gc.collect()
+                gc.collect(0)  # what is new since the last time
         catalog.forget_missing()
         _join_outcomes(catalog)
         dropped = _drop_repeats(folder, catalog, config)

@@ -4,19 +4,22 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from artifacts.tables import write_table
+import pyarrow as pa
+from msgspec.structs import replace
+
 from schemas.config import SourceConfig
 from schemas.tables import TRAJECTORIES
-from schemas.trajectory import Trajectory
 from tasks.archives import Unreadable, dataset_documents, file_documents
 from tasks.catalog import Catalog, FileNotes, RunEntry
+from tasks.columns import record_batch
 from tasks.input_files import InputFile
 from tasks.redact import redact
 from tasks.sources import Adapter, Document, SourceError, find_adapter
 from tasks.sources.base import digest
+from tasks.sources.draft import Run
 from tasks.sources.side_files import SideFact, read_side_file
 
 ROWS_PER_BATCH = 16
@@ -43,10 +46,10 @@ class _Read:
         return FileNotes(facts, self.quarantined, self.damaged, dict(self.redactions), self.n_replaced)
 
 
-def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator[Trajectory]:
+def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator[Run]:
     """The document's runs. Where every record is a run of its own, a bad one costs only itself."""
     try:
-        yield from adapter.read_document(document)
+        yield from adapter.read_runs(document)
         return
     except SourceError as error:
         if not adapter.by_record or len(document.records) < 2:
@@ -55,7 +58,7 @@ def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator
     n_good = 0
     for number, record in enumerate(document.records, start=1):
         try:
-            runs = adapter.read_document(Document(document.path, document.sha256, "json", record))
+            runs = adapter.read_runs(Document(document.path, document.sha256, "json", record))
         except SourceError as error:
             read.damaged.append((document.path, f"record {number}: {error}"))
             continue
@@ -65,17 +68,17 @@ def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator
         raise first_error
 
 
-def _with_run(trajectory: Trajectory) -> Trajectory:
+def _with_run(run: Run) -> Run:
     """Where the log names no run, the folder that holds the run's files does."""
-    if trajectory.run_id is not None:
-        return trajectory
-    folder = Path(trajectory.source_path).parent
-    if folder.name.startswith(trajectory.task_id):
+    if run.run_id is not None:
+        return run
+    folder = Path(run.source_path).parent
+    if folder.name.startswith(run.task_id):
         folder = folder.parent
-    return trajectory.model_copy(update={"run_id": folder.name or None})
+    return replace(run, run_id=folder.name or None)
 
 
-def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Iterator[tuple[Adapter, Trajectory]]:
+def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Iterator[tuple[Adapter, Run]]:
     read.damaged += [(document.path, problem) for problem in document.problems]
     read.n_replaced += document.n_replaced
     if not document.value and document.problems:
@@ -88,17 +91,17 @@ def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Ite
                 read.facts.append(SideFact(document.path, "", None))  # recognised, with nothing to join
             return
         adapter = find_adapter(document, config.format)
-        for trajectory in _read_records(adapter, document, read):
-            trajectory = _with_run(trajectory)
+        for run in _read_records(adapter, document, read):
+            run = _with_run(run)
             if config.redact:
-                trajectory, counts = redact(trajectory)
-                read.redactions += counts
-            yield adapter, trajectory
+                run, counts = redact(run)
+                read.redactions.update(counts)
+            yield adapter, run
     except SourceError as error:
         read.quarantined.append((document.path, str(error)))
 
 
-def _file_runs(file: InputFile, config: SourceConfig, read: _Read) -> Iterator[tuple[Adapter, Trajectory]]:
+def _file_runs(file: InputFile, config: SourceConfig, read: _Read) -> Iterator[tuple[Adapter, Run]]:
     if file.problem:
         read.quarantined.append((file.name, file.problem))
         return
@@ -113,7 +116,7 @@ def _file_runs(file: InputFile, config: SourceConfig, read: _Read) -> Iterator[t
         read.quarantined.append((file.name, str(error)))
 
 
-def _chain(run: Trajectory) -> list[str]:
+def _chain(run: Run) -> list[str]:
     """Digest of each opening of the run: after its first message, its second, ..."""
     links = [""]
     for message in run.messages:
@@ -121,7 +124,7 @@ def _chain(run: Trajectory) -> list[str]:
     return links[1:]
 
 
-def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapter, run: Trajectory) -> RunEntry:
+def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapter, run: Run) -> RunEntry:
     chain = _chain(run) if adapter.snapshots else [None]
     read.openings += [(link, len(read.entries)) for link in chain[:-1] if link is not None]
     calls: set[str | None] = set()
@@ -166,26 +169,32 @@ class SegmentWriter:
         self.folder, self.config, self.catalog, self.done = folder, config, catalog, done
         self._finished: list[tuple[InputFile, _Read]] = []
 
-    def _rows(self, files: Iterator[InputFile], segment: str) -> Iterator[dict[str, Any]]:
+    def _runs(self, files: Iterator[InputFile], segment: str) -> Iterator[Run]:
         n_rows = n_chars = 0
         for file in files:
             read = _Read()
-            for adapter, trajectory in _file_runs(file, self.config, read):
-                entry = _entry(file, segment, n_rows, read, adapter, trajectory)
+            for adapter, run in _file_runs(file, self.config, read):
+                entry = _entry(file, segment, n_rows, read, adapter, run)
                 read.entries.append(entry)
                 n_rows += 1
                 n_chars += entry.n_chars
-                yield trajectory.model_dump()
+                yield run
             self._finished.append((file, read))
             self.done()
-            if n_rows >= _RUNS_PER_SEGMENT or n_chars >= _CHARS_PER_SEGMENT:
+            # in whole batches where that is possible: they become the table's without being copied
+            if n_rows >= _RUNS_PER_SEGMENT or (n_chars >= _CHARS_PER_SEGMENT and n_rows % ROWS_PER_BATCH == 0):
                 return
 
     def write(self, files: Iterator[InputFile]) -> bool:
         """One segment; False when there was no file left."""
         segment = f"{uuid.uuid4().hex}.arrow"
         path = self.folder / segment
-        n_rows = write_table(path, TRAJECTORIES, self._rows(files, segment), rows_per_batch=ROWS_PER_BATCH)
+        n_rows = 0
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
+            runs = self._runs(files, segment)
+            while batch := list(islice(runs, ROWS_PER_BATCH)):
+                writer.write_batch(record_batch(batch))
+                n_rows += len(batch)
         if not n_rows:
             path.unlink()
         for file, read in self._finished:

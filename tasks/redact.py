@@ -34,8 +34,9 @@ from detect_secrets.plugins.square_oauth import SquareOAuthDetector
 from detect_secrets.plugins.stripe import StripeDetector
 from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
 from detect_secrets.plugins.twilio import TwilioKeyDetector
+from msgspec.structs import replace
 
-from schemas.trajectory import CharSpan, Message, Trajectory
+from tasks.sources.draft import CharSpan, Message, Run
 
 Spans = Iterable[tuple[int, int]]
 
@@ -220,41 +221,40 @@ class Redactor:
     def message(self, message: Message) -> Message:
         """The message with placeholders in everything it says; action spans move along with the text."""
         found = self.find(message.content)
-        changes: dict[str, object] = {}
         if found:
-            moved = [
-                CharSpan(start=_moved(span.start, found, end=False), end=_moved(span.end, found, end=True))
+            spans = tuple(
+                CharSpan(_moved(span.start, found, end=False), _moved(span.end, found, end=True))
                 for span in message.action_spans
-            ]
-            changes = {"content": _replace(message.content, found), "action_spans": tuple(moved)}
-        if message.reasoning is not None and (reasoning := self.text(message.reasoning)) != message.reasoning:
-            changes["reasoning"] = reasoning
-        arguments = [self.text(call.arguments) for call in message.tool_calls]
-        if any(new != call.arguments for new, call in zip(arguments, message.tool_calls, strict=True)):
-            changes["tool_calls"] = tuple(
-                call.model_copy(update={"arguments": new})
-                for new, call in zip(arguments, message.tool_calls, strict=True)
             )
-        return message.model_copy(update=changes) if changes else message
+            message = replace(message, content=_replace(message.content, found), action_spans=spans)
+        if message.reasoning:
+            message = replace(message, reasoning=self.text(message.reasoning))
+        if message.tool_calls:
+            calls = tuple(replace(call, arguments=self.text(call.arguments)) for call in message.tool_calls)
+            message = replace(message, tool_calls=calls)
+        return message
 
-    def trajectory(self, trajectory: Trajectory) -> Trajectory:
+    def run(self, run: Run) -> Run:
         """The whole run with placeholders. Identities stay: they are hashes."""
-        if not _rules()[1].Match(_all_text(trajectory)):
-            return trajectory
-        changes: dict[str, object] = {"messages": tuple(self.message(message) for message in trajectory.messages)}
-        for name in ("tools_json", "patch", "exit_status"):
-            value = getattr(trajectory, name)
-            if value:
-                changes[name] = self.text(value)
-        return trajectory.model_copy(update=changes)
+        if not _rules()[1].Match(_all_text(run)):
+            return run
+        messages = tuple([self.message(message) for message in run.messages])
+        others = {name: self.text(value) for name in _RUN_TEXTS if (value := getattr(run, name))}
+        return replace(run, messages=messages, **others)
 
 
-def _all_text(trajectory: Trajectory) -> str:
+_RUN_TEXTS = ("tools_json", "patch", "exit_status")
+
+
+def _all_text(run: Run) -> str:
     """Everything that could hold a secret, so that a clean run is found to be clean in one pass."""
-    parts = [trajectory.tools_json or "", trajectory.patch or "", trajectory.exit_status or ""]
-    for message in trajectory.messages:
-        parts += (message.content, message.reasoning or "")
-        parts += [call.arguments for call in message.tool_calls]
+    parts = [value for name in _RUN_TEXTS if (value := getattr(run, name))]
+    for message in run.messages:
+        parts.append(message.content)
+        if message.reasoning:
+            parts.append(message.reasoning)
+        for call in message.tool_calls:
+            parts.append(call.arguments)
     return "\n".join(parts)
 
 
@@ -279,7 +279,7 @@ def _moved(position: int, found: list[tuple[int, int, str]], *, end: bool) -> in
     return position + shift
 
 
-def redact(trajectory: Trajectory) -> tuple[Trajectory, Counter[str]]:
+def redact(run: Run) -> tuple[Run, Counter[str]]:
     """(the run without secrets and personal data, number of replacements by kind)."""
     redactor = Redactor()
-    return redactor.trajectory(trajectory), redactor.counts
+    return redactor.run(run), redactor.counts

@@ -118,6 +118,14 @@ def test_lone_surrogates_become_replacement_characters(logs: Path) -> None:
     assert result.report.n_replaced_characters == 3
 
 
+def test_a_lone_surrogate_in_yaml_is_refused(logs: Path) -> None:
+    turns = '[{role: user, content: x}, {role: assistant, content: "a\\uD800b"}]'
+    (logs / "s.yaml").write_text(f"history: {turns}\n")
+    result = run(logs)
+    assert first_words(result) == ["good"]
+    assert set(reasons(result)) == {"s.yaml"}
+
+
 @pytest.mark.parametrize(
     ("number", "text"), [(12345678901234567890123, "12345678901234567890123"), (float("nan"), "NaN")]
 )

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.trajectory import CharSpan, Message, ToolCall, Trajectory
 from tasks.redact import Redactor, redact
+from tasks.sources.draft import CharSpan, Message, Run, ToolCall
 
 # Put together here so that no scanner finds a token in this file.
 SECRETS = {
@@ -112,7 +112,7 @@ def test_spans_move_with_the_text() -> None:
         reasoning="from /home/alice",
         tool_calls=(ToolCall(name="bash", arguments='{"command": "cat /home/alice/x"}'),),
     )
-    run = Trajectory(
+    run = Run(
         trajectory_id="t", task_id="k", source_format="f", source_path="p", source_sha256="s", messages=(message,)
     )
     redacted, counts = redact(run)

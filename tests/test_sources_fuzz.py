@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas.trajectory import Trajectory
 from tasks.redact import redact
 from tasks.sources import ADAPTERS, Adapter, Document, SourceError, find_adapter, read_document
+from tasks.sources.draft import Run, from_trajectory, to_trajectory
 from tasks.sources.side_files import read_side_file
 
 EXAMPLES = 40
@@ -47,13 +47,15 @@ values = st.recursive(
 )
 
 
-def read_or_refuse(adapter: Adapter, document: Document) -> list[Trajectory]:
-    """What must always hold: trajectories, or SourceError."""
+def read_or_refuse(adapter: Adapter, document: Document) -> list[Run]:
+    """What must always hold: runs that pass as trajectories, or SourceError."""
     try:
         adapter.detect(document)
-        return adapter.read_document(document)
+        runs = adapter.read_runs(document)
     except SourceError:
         return []
+    assert [from_trajectory(to_trajectory(run)) for run in runs] == runs
+    return runs
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
@@ -62,8 +64,8 @@ def read_or_refuse(adapter: Adapter, document: Document) -> list[Trajectory]:
 def test_made_up_values(adapter: Adapter, value: Any, lines: bool) -> None:
     records = value if isinstance(value, list) else [value]
     document = Document("f", "s", "jsonl" if lines else "json", records if lines else value)
-    for trajectory in read_or_refuse(adapter, document):
-        redact(trajectory)
+    for run in read_or_refuse(adapter, document):
+        redact(run)
     read_side_file(document)
 
 
@@ -112,8 +114,8 @@ def test_mutated_real_files(adapter: Adapter, real_documents: dict[str, Document
         place = data.draw(st.sampled_from(mutations(value)))
         value = replaced(value, place, data.draw(values))
     records = value if isinstance(value, list) or document.kind == "json" else [value]
-    for trajectory in read_or_refuse(adapter, Document("f", "s", document.kind, records)):
-        redact(trajectory)
+    for run in read_or_refuse(adapter, Document("f", "s", document.kind, records)):
+        redact(run)
 
 
 @given(data=st.binary(max_size=400) | values.map(lambda value: json.dumps(value).encode()))

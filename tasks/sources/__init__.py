@@ -1,5 +1,7 @@
 """Readers of agent logs, one module a format. Detection is by content: the first adapter that knows it reads it."""
 
+import hashlib
+
 from schemas.trajectory import Trajectory
 from tasks.sources import (
     adp,
@@ -73,6 +75,23 @@ def find_adapter(document: Document, source_format: str = "auto") -> Adapter:
     raise SourceError("no known log format")
 
 
+_SHAPED = tuple((adapter, adapter.shape) for adapter in ADAPTERS if adapter.shape is not None)
+
+
+def load_document(data: bytes, path: str = "", *, sha256: str | None = None) -> Document:
+    """Like `read_document`, without the parts of a log that its adapter does not look at.
+
+    Raises:
+        SourceError: as `read_document`.
+    """
+    sha256 = sha256 or hashlib.sha256(data).hexdigest()
+    for adapter, shape in _SHAPED:
+        document = shape.read(data, path, sha256)
+        if document is not None and adapter.detect(document):
+            return document
+    return read_document(data, path, sha256=sha256)
+
+
 def parse(data: bytes, path: str = "", source_format: str = "auto") -> list[Trajectory]:
     """bytes of one file -> its trajectories.
 
@@ -83,4 +102,14 @@ def parse(data: bytes, path: str = "", source_format: str = "auto") -> list[Traj
     return find_adapter(document, source_format).read_document(document)
 
 
-__all__ = ["ADAPTERS", "BY_NAME", "Adapter", "Document", "SourceError", "find_adapter", "parse", "read_document"]
+__all__ = [
+    "ADAPTERS",
+    "BY_NAME",
+    "Adapter",
+    "Document",
+    "SourceError",
+    "find_adapter",
+    "load_document",
+    "parse",
+    "read_document",
+]

@@ -7,9 +7,10 @@ sentence is marked invented, the line is context.
 import re
 from typing import Any
 
-from schemas.trajectory import Message, Outcome, Trajectory
+from schemas.trajectory import Outcome
 from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, string, text_of, tool_call
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 from tasks.sources.text_calls import exit_code_failed
 
 NAME = "adp"
@@ -47,7 +48,7 @@ def _observation(entry: dict[str, Any], waiting: str | None, started: bool) -> M
     return Message(role="user", author=author, content=text)
 
 
-def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
+def _read_run(document: Document, run: dict[str, Any]) -> Run:
     messages: list[Message] = []
     waiting: str | None = None  # the tool whose result comes next
     for entry in dicts(as_list(run.get("content"), "content")):
@@ -77,7 +78,7 @@ def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
     )
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     runs = [_read_run(document, run) for run in dicts(document.records)]
     if not runs:
         raise SourceError("adp: no trajectory in the file")

@@ -7,9 +7,10 @@ lines are shown to the user only and are left out.
 import re
 from collections.abc import Iterator
 
-from schemas.trajectory import Author, Message, Trajectory
+from schemas.trajectory import Author
 from tasks.sources.base import Adapter, build, spans
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 
 NAME = "aider"
 
@@ -79,7 +80,7 @@ def _messages(text: str) -> list[list[Message]]:
     return [messages for messages in conversations if any(message.role == "assistant" for message in messages)]
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     if document.kind != "text":
         raise SourceError("aider: not a Markdown chat history")
     starts = [match.start() for match in _SESSION.finditer(document.value)]

@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-from schemas.trajectory import Author, Message, ToolCall, Trajectory
+from schemas.trajectory import Author
 from tasks.sources.base import Adapter, as_list, build, dicts, json_text, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run, ToolCall
 
 NAME = "anthropic-messages"
 
@@ -87,7 +88,7 @@ def detect(document: Document) -> bool:
     return _has_blocks(document.first.get("messages")) or (document.kind == "json" and _has_blocks(document.value))
 
 
-def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
+def _read_row(document: Document, row: dict[str, Any]) -> Run:
     messages = read_block_messages(dicts(as_list(row.get("messages"), "messages")), first_user="human")
     system = text_of(row.get("system"))
     if system:
@@ -106,7 +107,7 @@ def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
     )
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     if document.kind == "json" and _has_blocks(document.value):
         return [_read_row(document, {"messages": document.value})]
     rows = [_read_row(document, row) for row in dicts(document.records)]

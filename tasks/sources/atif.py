@@ -7,7 +7,7 @@ made are context. Subagent trajectories inside the document become trajectories 
 import re
 from typing import Any
 
-from schemas.trajectory import Author, Message, Trajectory
+from schemas.trajectory import Author
 from tasks.sources.base import (
     METADATA_KEY,
     Adapter,
@@ -23,6 +23,7 @@ from tasks.sources.base import (
     tool_call,
 )
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 from tasks.sources.text_calls import exit_code_failed
 
 NAME = "atif"
@@ -113,7 +114,7 @@ def plain_messages(value: dict[str, Any]) -> list[Message]:
     return _messages(dicts(as_list(value.get("steps"), "steps")))
 
 
-def _read_one(document: Document, value: dict[str, Any], parent_id: str | None) -> list[Trajectory]:
+def _read_one(document: Document, value: dict[str, Any], parent_id: str | None) -> list[Run]:
     messages = plain_messages(value)
     exported = restored(document, messages, get(value, "extra", METADATA_KEY))
     if exported is not None:
@@ -136,7 +137,7 @@ def _read_one(document: Document, value: dict[str, Any], parent_id: str | None) 
     return runs
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     runs = [run for value in dicts(document.records) for run in _read_one(document, value, None)]
     if not runs:
         raise SourceError("atif: no trajectory in the file")

@@ -9,10 +9,19 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import orjson
+from msgspec import to_builtins
 from pydantic import ValidationError
 
-from schemas.trajectory import CharSpan, Message, Outcome, OutcomeSource, ToolCall, Trajectory
-from tasks.sources.document import Document, SourceError, read_document
+from schemas.trajectory import Outcome, OutcomeSource, Trajectory
+from tasks.sources.document import Document, Shape, SourceError, read_document
+from tasks.sources.draft import CharSpan, Message, Run, ToolCall, from_trajectory, is_sound, to_trajectory
+
+
+def _repaired(run: Run) -> Run:
+    repaired = from_trajectory(to_trajectory(run))
+    if not is_sound(repaired):
+        raise SourceError(f"{run.source_format}: text that is no Unicode")
+    return repaired
 
 
 @dataclass(frozen=True)
@@ -21,11 +30,13 @@ class Adapter:
 
     name: str
     detect: Callable[[Document], bool]
-    read: Callable[[Document], list[Trajectory]]
+    read: Callable[[Document], list[Run]]
     by_record: bool = False
     """Every line is a run of its own, so that files larger than memory can be read in pieces."""
     snapshots: bool = False
     """The log repeats a growing conversation: runs that are the opening of another are earlier states of it."""
+    shape: Shape | None = None
+    """Where most of a log is not read: what is."""
 
     def parse(self, data: bytes, path: str = "") -> list[Trajectory]:
         """bytes of one file -> its trajectories.
@@ -37,8 +48,12 @@ class Adapter:
 
     def read_document(self, document: Document) -> list[Trajectory]:
         """Like `parse`, for a document that was parsed already."""
+        return [to_trajectory(run) for run in self.read_runs(document)]
+
+    def read_runs(self, document: Document) -> list[Run]:
+        """Like `read_document`, as the drafts that become rows; each would pass as a trajectory."""
         try:
-            return self.read(document)
+            return [run if is_sound(run) else _repaired(run) for run in self.read(document)]
         except ValidationError as error:
             first = error.errors()[0]
             raise SourceError(f"{self.name}: {first['msg']} at {'.'.join(map(str, first['loc']))}") from error
@@ -220,7 +235,7 @@ def build(
     task_id: str | None = None,
     trajectory_id: str | None = None,
     **fields: Any,
-) -> Trajectory:
+) -> Run:
     """A trajectory with its identities filled in. `instance_id` gives task and repository; else a hash of the prompt.
 
     Raises:
@@ -233,7 +248,7 @@ def build(
         task_id = task_id or instance_task(instance_id)
         fields.setdefault("repo", instance_repo(instance_id))
     task = task_id or prompt_task(messages) or f"unprompted-{content_id('', messages)[:16]}"
-    return Trajectory(
+    return Run(
         trajectory_id=trajectory_id or content_id(task, messages),
         task_id=task,
         source_format=source_format,
@@ -248,7 +263,7 @@ METADATA_KEY = "traceforge"
 """Where our own exports keep what their format has no place for."""
 
 
-def restored(document: Document, messages: Sequence[Message], metadata: Any) -> Trajectory | None:
+def restored(document: Document, messages: Sequence[Message], metadata: Any) -> Run | None:
     """The run that was exported: the plain reading with the recorded corrections; None when it is no export of ours,
     or was edited since.
     """
@@ -260,8 +275,8 @@ def restored(document: Document, messages: Sequence[Message], metadata: Any) -> 
         fields["messages"] = changes
     elif len(changes) == len(messages) and all(isinstance(change, dict) for change in changes):
         fields["messages"] = [
-            {**message.model_dump(mode="json"), **change} for message, change in zip(messages, changes, strict=True)
+            {**to_builtins(message), **change} for message, change in zip(messages, changes, strict=True)
         ]
     else:
         return None
-    return Trajectory.model_validate(fields)
+    return from_trajectory(Trajectory.model_validate(fields))

@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from schemas.trajectory import Author, Message, ToolCall
+from schemas.trajectory import Author
 from tasks.sources.base import dicts, get, string, text_of, tool_call
 from tasks.sources.document import SourceError, loads
+from tasks.sources.draft import Message, ToolCall
 
 _ROLES = {
     "system": "system",

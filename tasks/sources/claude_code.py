@@ -10,10 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.trajectory import Author, Message, Trajectory
+from msgspec.structs import replace
+
+from schemas.trajectory import Author
 from tasks.sources.anthropic_messages import assistant_blocks, result_message
 from tasks.sources.base import Adapter, build, dicts, digest, get, string, text_of
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 
 NAME = "claude-code"
 
@@ -38,7 +41,7 @@ class _Unit:
         if self.message is not None:
             return [self.message]
         turn = assistant_blocks(self.blocks)
-        return [turn.model_copy(update={"author": "invented"}) if self.synthetic else turn, *self.results]
+        return [replace(turn, author="invented") if self.synthetic else turn, *self.results]
 
 
 def detect(document: Document) -> bool:
@@ -191,14 +194,11 @@ class _Session:
 
 def _copied(messages: Iterable[Message]) -> list[Message]:
     return [
-        message.model_copy(update={"author": "copied_context"}) if message.role == "assistant" else message
-        for message in messages
+        replace(message, author="copied_context") if message.role == "assistant" else message for message in messages
     ]
 
 
-def _read_group(
-    document: Document, session: _Session, group: str, session_id: str, model: str | None
-) -> list[Trajectory]:
+def _read_group(document: Document, session: _Session, group: str, session_id: str, model: str | None) -> list[Run]:
     main_id = digest(NAME, session_id, "main")
     own_id = main_id if group == "main" else digest(NAME, session_id, group)
     leaves = sorted(session.leaves(group), key=lambda key: session.units[key].line, reverse=True)
@@ -229,7 +229,7 @@ def _read_group(
     return runs
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     sessions: dict[str, _Session] = defaultdict(_Session)
     models: dict[str, str] = {}
     for line, record in enumerate(dicts(document.records)):

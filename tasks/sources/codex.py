@@ -7,10 +7,12 @@ is all items of one response: reasoning, text, calls. Compaction starts a new co
 import re
 from typing import Any
 
-from schemas.trajectory import Message, ToolCall, Trajectory
+from msgspec.structs import replace
+
 from tasks.sources.base import Adapter, build, dicts, digest, get, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run, ToolCall
 from tasks.sources.text_calls import exit_code_failed
 
 NAME = "codex"
@@ -106,9 +108,9 @@ def _said(item: dict[str, Any], turns: _Turns) -> None:
         return
     message = read_message(item, user="human")
     if message.role == "system" and any(earlier.role == "user" for earlier in turns.messages):
-        message = message.model_copy(update={"role": "user"})  # templates take system messages at the start only
+        message = replace(message, role="user")  # templates take system messages at the start only
     elif message.role == "user" and message.content.startswith(_HARNESS_MARKS):
-        message = message.model_copy(update={"author": "harness"})
+        message = replace(message, author="harness")
     turns.add(message)
 
 
@@ -133,12 +135,12 @@ def _replacement(payload: Any) -> list[Message]:
     if not turns.messages and string(get(payload, "message")):
         turns.messages.append(Message(role="user", author="copied_context", content=text_of(get(payload, "message"))))
     return [
-        message.model_copy(update={"author": "copied_context"}) if message.role == "assistant" else message
+        replace(message, author="copied_context") if message.role == "assistant" else message
         for message in turns.messages
     ]
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     segments = [_Turns()]
     session: dict[str, Any] = {}
     model = None
@@ -163,7 +165,7 @@ def read(document: Document) -> list[Trajectory]:
             segments.append(_Turns())
             segments[-1].messages += opening + _replacement(payload)
     session_id = string(session.get("id")) or document.sha256
-    runs: list[Trajectory] = []
+    runs: list[Run] = []
     for number, turns in enumerate(segments):
         turns.end_response()
         parent = string(get(session, "source", "subagent", "thread_spawn", "parent_thread_id"))
@@ -218,7 +220,7 @@ def _exec_result(item: dict[str, Any]) -> Message | None:
     )
 
 
-def _read_exec(document: Document) -> list[Trajectory]:
+def _read_exec(document: Document) -> list[Run]:
     turns = _Turns()
     thread = None
     announced: set[str] = set()

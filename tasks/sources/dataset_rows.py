@@ -2,10 +2,13 @@
 
 from typing import Any
 
-from schemas.trajectory import CharSpan, Message, Outcome, Trajectory
+from msgspec.structs import replace
+
+from schemas.trajectory import Outcome
 from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, spans, string
 from tasks.sources.chat import looks_like_chat, read_message, read_messages
 from tasks.sources.document import Document, SourceError, loads
+from tasks.sources.draft import CharSpan, Message, Run
 from tasks.sources.text_calls import XML_CALL, exit_code_failed, last_fence
 
 _INVENTED_SUBMIT = "Since we have successfully fixed the issue and verified it works, let's submit the changes:"
@@ -19,7 +22,7 @@ def _verdict(value: Any) -> Outcome:
 
 
 def _with_span(message: Message, found: tuple[CharSpan, ...]) -> Message:
-    return message.model_copy(update={"action_spans": found})
+    return replace(message, action_spans=found)
 
 
 def _observed(messages: list[Message], *, user_observes: bool) -> list[Message]:
@@ -30,9 +33,9 @@ def _observed(messages: list[Message], *, user_observes: bool) -> list[Message]:
         if message.role == "assistant":
             started = True
         elif message.role == "tool":
-            message = message.model_copy(update={"failed": exit_code_failed(message.content)})
+            message = replace(message, failed=exit_code_failed(message.content))
         elif message.role == "user" and started and user_observes:
-            message = message.model_copy(update={"author": "environment", "failed": exit_code_failed(message.content)})
+            message = replace(message, author="environment", failed=exit_code_failed(message.content))
         read.append(message)
     return read
 
@@ -65,16 +68,15 @@ def _detect_swe_smith(document: Document) -> bool:
     )
 
 
-def _read_swe_smith(document: Document) -> list[Trajectory]:
+def _read_swe_smith(document: Document) -> list[Run]:
     runs = []
     for row in dicts(document.records):
         messages = []
         for message in read_messages(_messages_of(row), user="harness"):
             if message.role == "assistant" and not message.tool_calls:
                 invented = message.content.lstrip().startswith(_INVENTED_SUBMIT)
-                message = _with_span(message, spans(message.content, XML_CALL)).model_copy(
-                    update={"author": "invented" if invented else "policy"}
-                )
+                author = "invented" if invented else "policy"
+                message = replace(message, author=author, action_spans=spans(message.content, XML_CALL))
             messages.append(message)
         instance = string(row.get("instance_id")) or ""
         rollout = string(row.get("traj_id"))
@@ -104,7 +106,7 @@ def _detect_swe_gym(document: Document) -> bool:
     return {"instance_id", "messages", "test_result"} <= first.keys() and looks_like_chat(first["messages"])
 
 
-def _read_swe_gym(document: Document) -> list[Trajectory]:
+def _read_swe_gym(document: Document) -> list[Run]:
     runs = []
     for row in dicts(document.records):
         tools = row.get("tools")
@@ -141,10 +143,10 @@ def _nebius_message(step: dict[str, Any], started: bool) -> Message:
     if message.role != "assistant":
         return message
     author = "copied_context" if step.get("mask") is False else "policy"
-    return message.model_copy(update={"author": author, "action_spans": last_fence(message.content)})
+    return replace(message, author=author, action_spans=last_fence(message.content))
 
 
-def _read_nebius(document: Document) -> list[Trajectory]:
+def _read_nebius(document: Document) -> list[Run]:
     runs = []
     for row in dicts(document.records):
         messages: list[Message] = []

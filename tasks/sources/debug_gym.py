@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from schemas.trajectory import Message, Outcome, Trajectory
+from schemas.trajectory import Outcome
 from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, string, text_of, tool_call
 from tasks.sources.chat import read_messages
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 
 NAME = "debug-gym"
 
@@ -47,7 +48,7 @@ def _step(step: dict[str, Any]) -> list[Message]:
     return [turn, observed]
 
 
-def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
+def _read_run(document: Document, run: dict[str, Any]) -> Run:
     log = dicts(as_list(run.get("log"), "log"))
     messages = _opening(log)
     for step in log:
@@ -68,7 +69,7 @@ def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
     )
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     runs = [_read_run(document, run) for run in dicts(document.records)]
     if not runs:
         raise SourceError("debug-gym: no run in the file")

@@ -8,10 +8,10 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
-import orjson
-import re2
+import msgspec
 import yaml
 
 
@@ -51,9 +51,9 @@ class Document:
         return records[0] if records and isinstance(records[0], dict) else {}
 
 
-_LONG_INTEGER = re2.compile(rb"[:,\[\s]-?[0-9]{19}")
 _YAML_START = re.compile(r"(?:#[^\n]*\n|---\s*\n|\s*\n)*[\w.\"'-]+:(?:\s|$)")
 _MAX_YAML_ALIASES = 100
+_MARKED_BYTES = 4096
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -73,11 +73,13 @@ def _without_surrogates(value: Any) -> tuple[Any, int]:
 
 
 def _loads(raw: bytes) -> tuple[Any, int]:
-    if not _LONG_INTEGER.search(raw):  # orjson turns integers beyond 64 bits into floats
-        try:
-            return orjson.loads(raw), 0
-        except orjson.JSONDecodeError:
-            pass
+    """(value, characters replaced). msgspec reads what is strict JSON, integers of any size included; NaN, lone
+    surrogates and invalid UTF-8, which it refuses, are left to `json`.
+    """
+    try:
+        return msgspec.json.decode(raw), 0
+    except (msgspec.DecodeError, RecursionError):
+        pass
     text = raw.decode("utf-8", "replace")
     try:
         value, n_replaced = _without_surrogates(json.loads(text))
@@ -130,6 +132,31 @@ def _read_yaml(text: str) -> Any:
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SourceError("neither JSON, JSON Lines, YAML nor a known text log") from error
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a reader looks at in a log of its format; the rest is passed over without being parsed.
+
+    fields: a TypedDict of the whole document. marker: bytes near the start or the end of every such log, asked for
+    before it is tried.
+    """
+
+    marker: bytes
+    fields: type
+
+    @cached_property
+    def _decoder(self) -> msgspec.json.Decoder[Any]:
+        return msgspec.json.Decoder(self.fields)
+
+    def read(self, data: bytes, path: str, sha256: str) -> Document | None:
+        """The document with just these fields; None when it does not fit, or is damaged: it is then read whole."""
+        if self.marker not in data[:_MARKED_BYTES] and self.marker not in data[-_MARKED_BYTES:]:
+            return None
+        try:
+            return Document(path, sha256, "json", self._decoder.decode(data))
+        except (msgspec.DecodeError, RecursionError):
+            return None
 
 
 def read_document(data: bytes, path: str = "", *, sha256: str | None = None) -> Document:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from schemas.trajectory import Message, ToolCall, Trajectory
 from tasks.sources.base import Adapter, as_list, build, dicts, get, string, text_of, tool_call
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run, ToolCall
 
 NAME = "gemini-cli"
 
@@ -91,7 +91,7 @@ def _api_message(content: dict[str, Any]) -> list[Message]:
     return messages
 
 
-def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
+def _read_run(document: Document, run: dict[str, Any]) -> Run:
     contents = _contents(run)
     if contents is None:
         messages = _session(run)
@@ -105,7 +105,7 @@ def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
     return build(document, NAME, messages, run_id=string(run.get("sessionId")), agent=NAME, model=model)
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     runs = [_read_run(document, run) for run in dicts(document.records)]
     if not runs:
         raise SourceError("gemini-cli: no session in the file")

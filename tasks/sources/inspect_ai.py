@@ -5,10 +5,11 @@
 
 from typing import Any
 
-from schemas.trajectory import Message, Outcome, Trajectory
+from schemas.trajectory import Outcome
 from tasks.sources.base import Adapter, as_list, build, dicts, get, reward_outcome, string
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 
 NAME = "inspect-ai"
 
@@ -64,7 +65,7 @@ def _read_message(raw: dict[str, Any]) -> Message:
     return read_message(raw, user="harness")
 
 
-def _read_sample(document: Document, header: dict[str, Any], sample: dict[str, Any]) -> Trajectory:
+def _read_sample(document: Document, header: dict[str, Any], sample: dict[str, Any]) -> Run:
     stored = sample.get("attachments")
     attachments: dict[str, Any] = stored if isinstance(stored, dict) else {}
     messages = [_read_message(_resolve(raw, attachments)) for raw in dicts(as_list(sample.get("messages"), "messages"))]
@@ -85,8 +86,8 @@ def _read_sample(document: Document, header: dict[str, Any], sample: dict[str, A
     )
 
 
-def read(document: Document) -> list[Trajectory]:
-    runs: list[Trajectory] = []
+def read(document: Document) -> list[Run]:
+    runs: list[Run] = []
     for record in dicts(document.records):
         if _is_sample(record):
             runs.append(_read_sample(document, {}, record))

@@ -6,10 +6,12 @@ not parse (`invalid_tool_calls`) were emitted by the model all the same.
 
 from typing import Any
 
-from schemas.trajectory import Message, Trajectory
+from msgspec.structs import replace
+
 from tasks.sources.anthropic_messages import assistant_blocks
 from tasks.sources.base import Adapter, build, dicts, get, string, text_of, tool_call
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 
 NAME = "langchain"
 
@@ -68,7 +70,7 @@ def _turn(fields: dict[str, Any]) -> Message:
         for call in dicts(fields.get("invalid_tool_calls"))
     )
     reasoning = message.reasoning or string(get(fields, "additional_kwargs", "reasoning_content"))
-    return message.model_copy(update={"tool_calls": (calls or message.tool_calls) + invalid, "reasoning": reasoning})
+    return replace(message, tool_calls=(calls or message.tool_calls) + invalid, reasoning=reasoning)
 
 
 def _read_message(role: str, fields: dict[str, Any], started: bool) -> Message:
@@ -90,7 +92,7 @@ def _read_message(role: str, fields: dict[str, Any], started: bool) -> Message:
     return Message(role="user", author="human", content=content)
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     messages: list[Message] = []
     model = None
     for raw in _list_of(document):

@@ -6,18 +6,82 @@ agent and was not in the model's context afterwards; its format-error note stays
 """
 
 import re
-from typing import Any
+from typing import Any, TypedDict
 
-from schemas.trajectory import Message, Outcome, ToolCall, Trajectory
+from msgspec.structs import replace
+
+from schemas.trajectory import Outcome
 from tasks.sources.base import METADATA_KEY, Adapter, as_list, build, dicts, get, spans, string, text_of, tool_call
 from tasks.sources.chat import looks_like_chat, read_message, read_response_items, return_code_failed
-from tasks.sources.document import Document, SourceError
+from tasks.sources.document import Document, Shape, SourceError
+from tasks.sources.draft import Message, Run, ToolCall
+from tasks.sources.side_files import SideFields
 
 NAME = "mini-swe-agent"
 
 _FENCE = re.compile(r"```(?:bash|mswea_bash_command)[^\S\n]*\n.*?\n?```", re.DOTALL)
 _XML_CALL = re.compile(r"<function=[^>\n]+>.*?</function>", re.DOTALL)
 _OBSERVATION = re.compile(r"\s*(?:<exception>.*?</exception>\s*)?<returncode>", re.DOTALL)
+
+
+class _Extra(TypedDict, total=False):
+    actions: Any
+    exception_info: Any
+    exit_status: Any
+    interrupt_type: Any
+    returncode: Any
+
+
+class _Copies(TypedDict, total=False):
+    reasoning_content: Any
+
+
+class _Message(TypedDict, total=False):
+    role: Any
+    content: Any
+    name: Any
+    reasoning: Any
+    reasoning_content: Any
+    thinking_blocks: Any
+    provider_specific_fields: _Copies | None
+    tool_calls: Any
+    function_call: Any
+    tool_call_id: Any
+    object: Any
+    type: Any
+    output: Any
+    call_id: Any
+    extra: _Extra | None
+
+
+class _Model(TypedDict, total=False):
+    model_name: Any
+
+
+class _Config(TypedDict, total=False):
+    model: _Model | None
+
+
+class _Info(TypedDict, total=False):
+    mini_version: Any
+    exit_status: Any
+    submission: Any
+    config: _Config | None
+
+
+class _Run(SideFields, total=False):
+    trajectory_format: Any
+    instance_id: Any
+    info: _Info | None
+    messages: list[_Message]
+    verified: Any
+    model: Any
+    patch: Any
+    traceforge: Any
+
+
+SHAPE = Shape(b'"trajectory_format"', _Run)
+"""Without `extra.response`, `raw_output` and the configuration: three quarters of a real file."""
 
 
 def _is_recording(messages: Any) -> bool:
@@ -61,8 +125,8 @@ def _assistant(raw: dict[str, Any]) -> Message:
         return message
     marked = spans(message.content, _FENCE, first_only=True) or spans(message.content, _XML_CALL)
     if marked:
-        return message.model_copy(update={"action_spans": marked})
-    return message.model_copy(update={"tool_calls": _action_calls(raw)})
+        return replace(message, action_spans=marked)
+    return replace(message, tool_calls=_action_calls(raw))
 
 
 def _failed(raw: dict[str, Any], content: str) -> bool | None:
@@ -101,7 +165,7 @@ def _read_item(raw: dict[str, Any], *, started: bool) -> Message | None:
     return read_message(raw, user="environment" if observes else "harness", failed=failed)
 
 
-def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
+def _read_run(document: Document, run: dict[str, Any]) -> Run:
     messages: list[Message] = []
     started = False
     for raw in dicts(as_list(run.get("messages"), "messages")):
@@ -129,7 +193,7 @@ def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
     )
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     if document.kind == "json" and looks_like_chat(document.value):
         return [_read_run(document, {"messages": document.value})]
     runs = [_read_run(document, run) for run in dicts(document.records)]
@@ -138,4 +202,4 @@ def read(document: Document) -> list[Trajectory]:
     return runs
 
 
-ADAPTER = Adapter(NAME, detect, read, by_record=True)
+ADAPTER = Adapter(NAME, detect, read, by_record=True, shape=SHAPE)

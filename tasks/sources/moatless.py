@@ -7,11 +7,13 @@ each node's own completion. In the old format two models work in turn; the one t
 from collections.abc import Iterator
 from typing import Any
 
-from schemas.trajectory import Message, Trajectory
+from msgspec.structs import replace
+
 from tasks.sources.anthropic_messages import assistant_blocks
 from tasks.sources.base import Adapter, as_dict, as_list, build, dicts, get, reward_outcome, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 
 NAME = "moatless"
 
@@ -82,7 +84,7 @@ def _node_messages(node: dict[str, Any], copied: bool) -> list[Message]:
     messages = []
     turn = _turn(node)
     if turn is not None:
-        messages.append(turn.model_copy(update={"author": "copied_context"}) if copied else turn)
+        messages.append(replace(turn, author="copied_context") if copied else turn)
     observation = node.get("observation") or node.get("output")
     text = text_of(get(observation, "message"))
     if turn is not None and text and not get(observation, "terminal"):
@@ -103,11 +105,11 @@ def _node_messages(node: dict[str, Any], copied: bool) -> list[Message]:
     return messages
 
 
-def _read_tree(document: Document, tree: dict[str, Any]) -> list[Trajectory]:
+def _read_tree(document: Document, tree: dict[str, Any]) -> list[Run]:
     nodes = dicts(tree.get("nodes")) or list(_flatten(as_dict(tree.get("root"), "root")))
     system = text_of(get(tree, "agent", "system_prompt"))
     opening = [Message(role="system", author="harness", content=system)] if system else []
-    runs: list[Trajectory] = []
+    runs: list[Run] = []
     covered: set[int] = set()
     for path in _paths(nodes):
         messages = list(opening)
@@ -130,7 +132,7 @@ def _read_tree(document: Document, tree: dict[str, Any]) -> list[Trajectory]:
     return runs
 
 
-def _read_transitions(document: Document, run: dict[str, Any]) -> Trajectory:
+def _read_transitions(document: Document, run: dict[str, Any]) -> Run:
     messages = [Message(role="user", author="harness", content=text_of(run.get("initial_message")))]
     policy_model: str | None = None
     for transition in dicts(as_list(run.get("transitions"), "transitions")):
@@ -157,8 +159,8 @@ def _read_transitions(document: Document, run: dict[str, Any]) -> Trajectory:
     )
 
 
-def read(document: Document) -> list[Trajectory]:
-    runs: list[Trajectory] = []
+def read(document: Document) -> list[Run]:
+    runs: list[Run] = []
     for record in dicts(document.records):
         if isinstance(record.get("transitions"), list):
             runs.append(_read_transitions(document, record))

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from schemas.trajectory import Message, Outcome, Trajectory
+from schemas.trajectory import Outcome
 from tasks.sources.base import METADATA_KEY, Adapter, build, dicts, json_text, restored, reward_outcome, string
 from tasks.sources.chat import looks_like_chat, read_messages
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 
 NAME = "openai-chat"
 
@@ -31,7 +32,7 @@ def plain_messages(row: dict[str, Any]) -> list[Message]:
     return read_messages(dicts(row.get("messages")))
 
 
-def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
+def _read_row(document: Document, row: dict[str, Any]) -> Run:
     messages = plain_messages(row)
     exported = restored(document, messages, row.get(METADATA_KEY))
     if exported is not None:
@@ -51,7 +52,7 @@ def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
     )
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     if document.kind == "json" and looks_like_chat(document.value):
         return [_read_row(document, {"messages": document.value})]
     rows = [_read_row(document, row) for row in dicts(document.records)]

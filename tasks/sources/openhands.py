@@ -7,10 +7,11 @@ own text is in `tool_call_metadata.model_response`; one response with several ca
 from collections.abc import Iterable
 from typing import Any
 
-from schemas.trajectory import Author, Message, Outcome, ToolCall, Trajectory
+from schemas.trajectory import Author, Outcome
 from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run, ToolCall
 from tasks.sources.text_calls import exit_code_failed
 
 NAME = "openhands"
@@ -162,7 +163,7 @@ def _row_instance(row: dict[str, Any]) -> str | None:
     return string(row.get("instance_id"))
 
 
-def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
+def _read_row(document: Document, row: dict[str, Any]) -> Run:
     messages, tools = read_events(dicts(as_list(row.get("history"), "history")), user="harness")
     return build(
         document,
@@ -178,14 +179,14 @@ def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
     )
 
 
-def _read_rows(document: Document) -> list[Trajectory]:
+def _read_rows(document: Document) -> list[Run]:
     runs = [_read_row(document, row) for row in dicts(document.records)]
     if not runs:
         raise SourceError("openhands-eval: no row in the file")
     return runs
 
 
-def _read_events(document: Document) -> list[Trajectory]:
+def _read_events(document: Document) -> list[Run]:
     if isinstance(document.value, dict):
         raise SourceError(SINGLE_EVENT)
     events = dicts(document.records)

@@ -3,10 +3,12 @@
 import re
 from typing import Any
 
-from schemas.trajectory import Message, Trajectory
+from msgspec.structs import replace
+
 from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
 from tasks.sources.chat import read_message, read_messages, reasoning_of
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 from tasks.sources.openhands import SINGLE_EVENT
 from tasks.sources.text_calls import XML_CALL, exit_code_failed
 
@@ -39,12 +41,11 @@ def _action(event: dict[str, Any]) -> Message:
 
 def _merge(first: Message, second: Message) -> Message:
     """Two events of one model response."""
-    return first.model_copy(
-        update={
-            "content": "\n".join(text for text in (first.content, second.content) if text),
-            "reasoning": first.reasoning or second.reasoning,
-            "tool_calls": first.tool_calls + second.tool_calls,
-        }
+    return replace(
+        first,
+        content="\n".join(text for text in (first.content, second.content) if text),
+        reasoning=first.reasoning or second.reasoning,
+        tool_calls=first.tool_calls + second.tool_calls,
     )
 
 
@@ -67,7 +68,7 @@ def _observation(event: dict[str, Any]) -> Message:
     )
 
 
-def _read_events(document: Document) -> list[Trajectory]:
+def _read_events(document: Document) -> list[Run]:
     if isinstance(document.value, dict):
         raise SourceError(SINGLE_EVENT)
     messages: list[Message] = []
@@ -111,7 +112,7 @@ def _last_turn(record: dict[str, Any]) -> Message | None:
     return None
 
 
-def _read_log(document: Document) -> list[Trajectory]:
+def _read_log(document: Document) -> list[Run]:
     runs = []
     for record in dicts(document.records):
         messages = read_messages(as_list(record.get("messages"), "messages"), user="harness")
@@ -123,12 +124,12 @@ def _read_log(document: Document) -> list[Trajectory]:
             if message.role == "assistant":
                 started = True
                 if not message.tool_calls:
-                    messages[index] = message.model_copy(update={"action_spans": spans(message.content, XML_CALL)})
+                    messages[index] = replace(message, action_spans=spans(message.content, XML_CALL))
             elif message.role == "tool" or (
                 message.role == "user" and started and message.content.startswith("EXECUTION RESULT")
             ):
                 failed = exit_code_failed(message.content)
-                messages[index] = message.model_copy(update={"author": "environment", "failed": failed})
+                messages[index] = replace(message, author="environment", failed=failed)
         tools = record.get("tools")
         runs.append(
             build(

@@ -2,10 +2,13 @@
 
 from typing import Any
 
-from schemas.trajectory import Author, Message, Trajectory
+from msgspec.structs import replace
+
+from schemas.trajectory import Author
 from tasks.sources.base import METADATA_KEY, Adapter, as_list, build, dicts, restored, spans, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError, loads
+from tasks.sources.draft import Message, Run
 from tasks.sources.text_calls import EXECUTE_TAG, exit_code_failed
 
 NAME = "sharegpt"
@@ -45,7 +48,7 @@ def _read_turn(turn: dict[str, Any], started: bool) -> Message:
     message = read_message({**turn, "role": speaker, "content": text}, user=user)
     if message.role != "assistant" or message.tool_calls:
         return message
-    return message.model_copy(update={"action_spans": spans(text, EXECUTE_TAG)})
+    return replace(message, action_spans=spans(text, EXECUTE_TAG))
 
 
 def plain_messages(row: dict[str, Any]) -> list[Message]:
@@ -62,7 +65,7 @@ def plain_messages(row: dict[str, Any]) -> list[Message]:
     return messages
 
 
-def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
+def _read_row(document: Document, row: dict[str, Any]) -> Run:
     messages = plain_messages(row)
     exported = restored(document, messages, row.get(METADATA_KEY))
     if exported is not None:
@@ -72,7 +75,7 @@ def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
     return build(document, NAME, messages, run_id=string(row.get("id")), tools_json=tools_json)
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     runs = [_read_row(document, row) for row in dicts(document.records)]
     if not runs:
         raise SourceError("sharegpt: no conversation in the file")

@@ -8,11 +8,23 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypedDict
 
 from schemas.trajectory import Outcome
 from tasks.sources.base import get, instance_task, reward_outcome
 from tasks.sources.document import Document
+
+
+class SideFields(TypedDict, total=False):
+    """The top-level keys by which a side file is told. A log's shape has them too: the test stays the same."""
+
+    resolved: Any
+    resolved_ids: Any
+    tests_status: Any
+    patch_exists: Any
+    instances_by_exit_status: Any
+    verifier_result: Any
+    reward: Any
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,13 @@ token), and the note that the program itself leaves when a limit is reached.
 
 from typing import Any
 
-from schemas.trajectory import Author, CharSpan, Message, Trajectory
+from msgspec.structs import replace
+
+from schemas.trajectory import Author
 from tasks.sources.base import Adapter, as_list, build, dicts, get, spans, string
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError, loads
+from tasks.sources.draft import CharSpan, Message, Run
 from tasks.sources.text_calls import COMMAND_TAG, XML_CALL, last_fence
 
 NAME = "swe-agent"
@@ -37,10 +40,10 @@ def _text_spans(content: str, action: str) -> tuple[CharSpan, ...]:
 
 
 def _turn(raw: dict[str, Any], author: Author) -> Message:
-    message = read_message(raw).model_copy(update={"author": author})
+    message = replace(read_message(raw), author=author)
     if message.tool_calls:
         return message
-    return message.model_copy(update={"action_spans": _text_spans(message.content, str(raw.get("action") or ""))})
+    return replace(message, action_spans=_text_spans(message.content, str(raw.get("action") or "")))
 
 
 def _replay_config(run: dict[str, Any]) -> Any:
@@ -61,7 +64,7 @@ def _is_demonstration(run: dict[str, Any], config: Any) -> bool:
     return get(run, "info", "model_stats", "tokens_received") == 0
 
 
-def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
+def _read_run(document: Document, run: dict[str, Any]) -> Run:
     config = _replay_config(run)
     history = dicts(as_list(run.get("history"), "history"))
     turn_author: Author = "demonstration" if _is_demonstration(run, config) else "policy"
@@ -82,11 +85,11 @@ def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
         message = read_message(raw, user="environment" if started else "harness")
         ids = raw.get("tool_call_ids")
         if raw.get("is_demo"):
-            message = message.model_copy(update={"author": "demonstration"})
+            message = replace(message, author="demonstration")
         elif message.role == "user":
             started = True  # the first user message that is no demonstration is the task
         if message.role == "tool" and isinstance(ids, list) and ids:
-            message = message.model_copy(update={"tool_call_id": string(ids[0])})
+            message = replace(message, tool_call_id=string(ids[0]))
         messages.append(message)
     environment = string(run.get("environment"))
     return build(
@@ -101,7 +104,7 @@ def _read_run(document: Document, run: dict[str, Any]) -> Trajectory:
     )
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     runs = [document.value] if document.kind == "yaml" else dicts(document.records)
     if not runs:
         raise SourceError("swe-agent: no run in the file")

@@ -7,10 +7,12 @@ domain, but the policy in its system message does, so task 21 of two domains sta
 import re
 from typing import Any
 
-from schemas.trajectory import Trajectory
+from msgspec.structs import replace
+
 from tasks.sources.base import Adapter, as_list, build, dicts, reward_outcome, string
 from tasks.sources.chat import read_messages
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Run
 
 NAME = "tau-bench"
 
@@ -22,11 +24,9 @@ def detect(document: Document) -> bool:
     return {"task_id", "reward", "traj"} <= first.keys() and isinstance(first["traj"], list)
 
 
-def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
+def _read_row(document: Document, row: dict[str, Any]) -> Run:
     messages = [
-        message.model_copy(update={"failed": message.content.startswith("Error")})
-        if message.role == "tool"
-        else message
+        replace(message, failed=message.content.startswith("Error")) if message.role == "tool" else message
         for message in read_messages(dicts(as_list(row.get("traj"), "traj")), user="simulated_user")
     ]
     policy = _POLICY.search(messages[0].content) if messages else None
@@ -42,7 +42,7 @@ def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
     )
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     rows = [_read_row(document, row) for row in dicts(document.records)]
     if not rows:
         raise SourceError("tau-bench: no row in the file")

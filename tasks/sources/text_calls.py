@@ -2,8 +2,8 @@
 
 import re
 
-from schemas.trajectory import CharSpan
 from tasks.sources.base import spans
+from tasks.sources.draft import CharSpan
 
 XML_CALL = re.compile(r"<function=[^>\n]+>.*?(?:</function>|\Z)", re.DOTALL)
 """OpenHands and SWE-smith style. A stop word can cut the closing tag off, so the end of the text closes it too."""

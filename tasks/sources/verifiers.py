@@ -5,10 +5,12 @@
 
 from typing import Any
 
-from schemas.trajectory import Message, Trajectory
+from msgspec.structs import replace
+
 from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, reward_outcome
 from tasks.sources.chat import looks_like_chat, read_messages
 from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import Message, Run
 
 NAME = "verifiers"
 
@@ -27,12 +29,12 @@ def pair_by_position(messages: list[Message]) -> list[Message]:
             waiting = [(call.call_id, call.name) for call in message.tool_calls]
         elif message.role == "tool" and message.tool_call_id is None and waiting:
             call_id, name = waiting.pop(0)
-            message = message.model_copy(update={"tool_call_id": call_id, "name": message.name or name})
+            message = replace(message, tool_call_id=call_id, name=message.name or name)
         paired.append(message)
     return paired
 
 
-def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
+def _read_row(document: Document, row: dict[str, Any]) -> Run:
     prompt = read_messages(as_list(row.get("prompt"), "prompt"), user="harness")
     completion = read_messages(as_list(row.get("completion"), "completion"), user="simulated_user")
     tools = get(row, "info", "oai_tools")
@@ -45,7 +47,7 @@ def _read_row(document: Document, row: dict[str, Any]) -> Trajectory:
     )
 
 
-def read(document: Document) -> list[Trajectory]:
+def read(document: Document) -> list[Run]:
     rows = [_read_row(document, row) for row in dicts(document.records)]
     if not rows:
         raise SourceError("verifiers: no rollout in the file")
