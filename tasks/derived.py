@@ -1,12 +1,15 @@
-"""Branches made for the rules that compare single turns: a history, then one turn, of which only that turn is scored.
+"""Branches made for pairs. Two rules compare single turns: a history, then one turn, of which only that turn is scored.
 
 step    two runs share a history to the token and then differ; the turn of the run that was resolved is better
 repair  in one run an action failed and a later turn fixed it; the fix, put in the failed turn's place, is better
+
+And the two runs of a fork: the history that they share was decided once, and only one of the two logs scores it.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -73,8 +76,10 @@ def step(better: Row, worse: Row, n_shared: int, weights: dict[int, float], min_
         if at is None or at["kind"] in (PROMPT, OBSERVATION):
             return None
         turns.append(at["message"])
-    shared = {span["message"] for span in better["spans"] if span["kind"] == TURN_END and span["end"] <= n_shared}
-    if turns[0] != turns[1] or len(shared) < min_turns:
+    n_turns = [  # of a fork only one side calls them turns of its own
+        sum(span["kind"] == TURN_END and span["end"] <= n_shared for span in row["spans"]) for row in (better, worse)
+    ]
+    if turns[0] != turns[1] or max(n_turns) < min_turns:
         return None
     sides = []
     for row in (better, worse):
@@ -102,6 +107,47 @@ def repair(row: Row, failed: int, fix: int, weights: dict[int, float]) -> tuple[
         _with_turn(row, f"{name}-fix-m{fix}", start, row, fix, weights),
         _with_turn(row, name, start, row, failed, weights),
     )
+
+
+def scored_alike(a: Row, b: Row, n_shared: int) -> tuple[Row, Row] | None:
+    """Both rows with a shared history that is scored where both score it, and nowhere else.
+
+    Scored on one side alone, turns that are the same on both would make the one side's average differ for no reason.
+
+    Args:
+        n_shared: equal leading tokens.
+
+    Returns:
+        None when they score the same already.
+    """
+    weights_a, weights_b = _token_weights(a)[:n_shared], _token_weights(b)[:n_shared]
+    if np.array_equal(weights_a, weights_b):
+        return None
+    common = np.minimum(weights_a, weights_b)
+    return _with_weights(a, common, f"beside-{b['branch_id']}"), _with_weights(b, common, f"beside-{a['branch_id']}")
+
+
+def _token_weights(row: Row) -> np.ndarray:
+    """[n_tokens] float32."""
+    lengths = [span["end"] - span["start"] for span in row["spans"]]
+    return np.repeat(np.array([span["weight"] for span in row["spans"]], np.float32), lengths)
+
+
+def _with_weights(row: Row, weights: np.ndarray, name: str) -> Row:
+    """The row with other weights on its first tokens; spans are cut where the weight changes."""
+    new = np.concatenate([weights, _token_weights(row)[len(weights) :]])
+    changes = np.flatnonzero(np.diff(new)) + 1
+    spans = []
+    for span in row["spans"]:
+        inside = changes[(changes > span["start"]) & (changes < span["end"])].tolist()
+        for start, end in pairwise([span["start"], *inside, span["end"]]):
+            spans.append(span | {"start": start, "end": end, "weight": float(new[start])})
+    return row | {
+        "branch_id": f"{row['branch_id']}-{name}",
+        "spans": spans,
+        "n_scored": int((new > 0).sum()),
+        "has_reasoning": any(span["kind"] == REASONING and span["end"] > len(weights) for span in spans),
+    }
 
 
 def find_repairs(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:

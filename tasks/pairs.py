@@ -20,11 +20,11 @@ from schemas.refs import Ref
 from schemas.reports import Paired, PairReport
 from schemas.tables import BRANCH_SCHEMA_VERSION, BRANCHES, PAIR_SCHEMA_VERSION, PAIRS
 from tasks.branch_table import BranchTable, Runs
-from tasks.derived import find_repairs, repair, step
+from tasks.derived import find_repairs, repair, scored_alike, step
 from tasks.pair_rules import Branch, Candidate, efficiency, in_order, n_shared_prefix, outcome
 from tasks.render import quantiles
 
-STAGE_VERSION: Final = 1
+STAGE_VERSION: Final = 2
 
 Progress = Callable[[int, int], None]
 """Called with tasks done and tasks in all."""
@@ -99,9 +99,9 @@ def _proposed(
     """What a rule says of one task's branches, before any guard."""
     match rule:
         case "outcome":
-            yield from outcome(branches, config)
+            yield from (_scored_alike(pair, table) for pair in outcome(branches, config))
         case "efficiency":
-            yield from efficiency(branches, config)
+            yield from (_scored_alike(pair, table) for pair in efficiency(branches, config))
         case "step":
             for _, better, worse in outcome(branches, config):
                 shared = n_shared_prefix(table.token_ids(better), table.token_ids(worse))
@@ -114,6 +114,13 @@ def _proposed(
                     sides = repair(table.whole(branch), failed, fix, weights)
                     if sides is not None:
                         yield Candidate("repair", *map(table.add, sides))
+
+
+def _scored_alike(pair: Candidate, table: BranchTable) -> Candidate:
+    """The pair itself or, where one side scores a history that is only copied on the other, derived branches."""
+    shared = n_shared_prefix(table.token_ids(pair.chosen), table.token_ids(pair.rejected))
+    sides = scored_alike(table.whole(pair.chosen), table.whole(pair.rejected), shared)
+    return pair if sides is None else Candidate(pair.rule, *map(table.add, sides))
 
 
 def _kept(proposed: Sequence[Candidate], table: BranchTable, config: PairsConfig, tally: _Tally) -> list[Candidate]:

@@ -1,23 +1,20 @@
 """Pairs: the rules, the guards, the caps, and the natural groups of the shared runs."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from render_inputs import decode, make_renderer, result, system, trajectory, turn, user
+from pair_inputs import pairs_of, run
+from render_inputs import make_renderer, result, system, turn, user
 
 from artifacts.store import Store
-from artifacts.tables import open_table, write_table
+from artifacts.tables import open_table
 from schemas.config import ModelConfig, PairsConfig, RenderConfig, SourceConfig, SplitConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
-from schemas.reports import Paired, Rendered
-from schemas.tables import TRAJECTORIES
-from schemas.trajectory import Message, Outcome, Trajectory
+from schemas.trajectory import Message, Trajectory
 from tasks.derived import find_repairs
 from tasks.ingest import ingest
 from tasks.model import load_tokenizer, prepare_model
@@ -40,43 +37,6 @@ def model(store: Store) -> Ref:
 @pytest.fixture(scope="module")
 def renderer(model: Ref) -> Renderer:
     return make_renderer(load_tokenizer(model))
-
-
-def run(name: str, status: Any, *messages: Message, score: float | None = None, task: str = "task") -> Trajectory:
-    outcome = Outcome(status=status, source="reward", score=score)
-    opening = () if messages and messages[0].role == "system" else (system(), user())
-    return trajectory(*opening, *messages, trajectory_id=name, task_id=task, outcome=outcome)
-
-
-class Made:
-    """Runs, rendered and paired; every task in training unless a split says otherwise."""
-
-    def __init__(self, runs: Sequence[Trajectory], store: Store, model: Ref, render_config: Any, config: Any) -> None:
-        with store.staging() as folder:
-            write_table(folder / "t.arrow", TRAJECTORIES, (item.model_dump() for item in runs))
-            self.trajectories = store.add(folder / "t.arrow", "trajectories", n_rows=len(runs))
-        split = SplitConfig(heldout_share=0)
-        self.rendered: Rendered = render(self.trajectories, model, RenderConfig(**render_config), split, store)
-        self.paired: Paired = build_pairs(self.rendered.branches, self.trajectories, PairsConfig(**config), store)
-        self.rows = open_table(self.paired.pairs).to_pylist()
-        self.branches = {row["branch_id"]: row for row in open_table(self.rendered.branches).to_pylist()}
-        if self.paired.derived_branches:
-            self.branches |= {row["branch_id"]: row for row in open_table(self.paired.derived_branches).to_pylist()}
-
-    def sides(self) -> list[tuple[str, str]]:
-        return [(row["chosen_branch_id"], row["rejected_branch_id"]) for row in self.rows]
-
-    def scored(self, branch_id: str, renderer: Renderer) -> str:
-        row = self.branches[branch_id]
-        return "".join(
-            decode(row["token_ids"][span["start"] : span["end"]], renderer)
-            for span in row["spans"]
-            if span["weight"] > 0
-        )
-
-
-def pairs_of(runs: Sequence[Trajectory], store: Store, model: Ref, **config: Any) -> Made:
-    return Made(runs, store, model, config.pop("render", {}), config)
 
 
 def test_resolved_over_failed_and_unknown_on_no_side(store: Store, model: Ref) -> None:
