@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
-import re2
+import hyperscan
 from detect_secrets.plugins.aws import AWSKeyDetector
 from detect_secrets.plugins.azure_storage_key import AzureStorageKeyDetector
 from detect_secrets.plugins.base import RegexBasedDetector
@@ -43,8 +43,8 @@ Spans = Iterable[tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Rule:
-    """`find` gives the spans of values. It runs only on texts in which `trigger` matches: RE2 looks for all triggers at
-    once by RE2, in one pass whose time is linear in the text.
+    """`find` gives the spans of values. It runs only on texts in which `trigger` matches: Hyperscan looks for all triggers
+    at once, in one pass whose time is linear in the text.
     """
 
     kind: str
@@ -141,8 +141,8 @@ _PLAIN_TOKENS = (
 
 
 @cache
-def _rules() -> tuple[tuple[_Rule, ...], re2.Set]:
-    """(the rules, their triggers as one RE2 set). Earlier rules win where two find the same text."""
+def _rules() -> tuple[tuple[_Rule, ...], hyperscan.Database]:
+    """(the rules, their triggers in one database). Earlier rules win where two find the same text."""
     rules = (
         _Rule("private_key", "PRIVATE KEY", _matches(_PRIVATE_KEY)),
         _library(AWSKeyDetector, r"(?:AKIA|ASIA|ABIA|ACCA|A3T)[0-9A-Z]{16}|(?i:aws.{0,20}(?:key|pwd|pw|pass|token))"),
@@ -167,12 +167,12 @@ def _rules() -> tuple[tuple[_Rule, ...], re2.Set]:
         _Rule("email", r"@[A-Za-z0-9.-]+\.[A-Za-z]", _emails),
         _Rule("home_directory", r"/home/\w|[/\\]Users[/\\]", _home_users),
     )
-    options = re2.Options()
-    options.max_mem = 64 << 20
-    triggers = re2.Set.SearchSet(options)
-    for rule in rules:
-        triggers.Add(rule.trigger)
-    triggers.Compile()
+    triggers = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
+    triggers.compile(
+        expressions=[rule.trigger.encode() for rule in rules],
+        ids=list(range(len(rules))),
+        flags=[hyperscan.HS_FLAG_SINGLEMATCH] * len(rules),
+    )
     return rules, triggers
 
 
@@ -186,6 +186,18 @@ class Redactor:
     counts: Counter[str] = field(default_factory=Counter)
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
     _numbers: Counter[str] = field(default_factory=Counter)
+    _scratch: hyperscan.Scratch = field(default_factory=lambda: hyperscan.Scratch(_rules()[1]))
+    """What a scan needs to itself: threads have a redactor each."""
+
+    def _triggered(self, text: str) -> list[int]:
+        """Indices of the rules whose trigger matches, in order."""
+        found: list[int] = []
+
+        def note(index: int, *_: object) -> None:
+            found.append(index)
+
+        _rules()[1].scan(text.encode(), match_event_handler=note, scratch=self._scratch)
+        return sorted(found)
 
     def _placeholder(self, kind: str, value: str) -> str:
         key = (kind, value.lower() if kind == "email" else value)
@@ -198,15 +210,14 @@ class Redactor:
 
     def find(self, text: str) -> list[tuple[int, int, str]]:
         """(start, end, placeholder) of what is to be replaced: in order, without overlap."""
-        rules, triggers = _rules()
-        triggered = triggers.Match(text)
+        triggered = self._triggered(text)
         if not triggered:
             return []
         # an escape before a value (\nalice@...) is no part of it; blanks of equal length keep the offsets
         plain = _ESCAPE.sub(lambda match: " " * len(match.group()), text) if "\\" in text else text
         taken: list[tuple[int, int, str]] = []
-        for index in sorted(triggered):
-            rule = rules[index]
+        for index in triggered:
+            rule = _rules()[0][index]
             for start, end in rule.find(plain):
                 if all(end <= other[0] or start >= other[1] for other in taken):
                     taken.append((start, end, rule.kind))
@@ -236,7 +247,7 @@ class Redactor:
 
     def run(self, run: Run) -> Run:
         """The whole run with placeholders. Identities stay: they are hashes."""
-        if not _rules()[1].Match(_all_text(run)):
+        if not self._triggered(_all_text(run)):
             return run
         messages = tuple([self.message(message) for message in run.messages])
         others = {name: self.text(value) for name in _RUN_TEXTS if (value := getattr(run, name))}
