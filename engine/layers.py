@@ -88,7 +88,7 @@ class _BranchWalk:
 
     def _allocate(self, walk: Workspace, pool: HostPool) -> None:
         shapes = kept_shapes(walk.sizes, self.plan, walk.n_tokens)
-        on_host = [shape.place == "host" and walk.device.type == "cuda" for shape in shapes]
+        on_host = [shape.place == "host" for shape in shapes]
         pool.reserve(sum(slot_bytes(shape.n_bytes) for shape, host in zip(shapes, on_host, strict=True) if host))
         self.kept = [LayerActivations() for _ in self.plan.layers]
         for shape, host in zip(shapes, on_host, strict=True):

@@ -3,8 +3,8 @@
 Shapes: T tokens, N tokens of a tile, W features.
 
 PyTorch's own pinned allocator rounds sizes up to a power of two (110 GiB would take 128), so the host buffer is plain
-memory registered with CUDA, exactly as large as the ledger says. On a CPU model everything is a plain tensor and a
-"copy" is a copy or a view.
+memory registered with CUDA, exactly as large as the ledger says. On a CPU model the same buffer is used, not pinned,
+and reading a tile is a view.
 """
 
 from __future__ import annotations
