@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from schemas.trajectory import Author, Outcome
-from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, string, text_of, tool_call
+from tasks.sources.base import Adapter, as_list, dicts, get, json_text, string, text_of, tool_call
 from tasks.sources.chat import read_message
+from tasks.sources.condensed import Segments
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run, ToolCall
 from tasks.sources.text_calls import exit_code_failed
@@ -20,7 +21,7 @@ ROWS_NAME = "openhands-eval"
 SINGLE_EVENT = "one event of a session store: join the session's events into one JSON Lines file"
 """A run cannot be read out of one of its events."""
 
-_BOOKKEEPING = ("system", "recall", "change_agent_state", "null", "condensation", "condensation_request", "pause")
+_BOOKKEEPING = ("system", "recall", "change_agent_state", "null", "condensation_request", "pause")
 _SILENT = ("null", "agent_state_changed", "recall", "condense", "user_rejected_null")
 _NO_ARGUMENTS = (
     *("thought", "is_confirmed", "confirmation_state", "action", "action_risk", "security_risk", "keep_prompt"),
@@ -113,38 +114,46 @@ def _observation(event: dict[str, Any]) -> Message:
     )
 
 
-def read_events(events: Iterable[dict[str, Any]], *, user: Author) -> tuple[list[Message], str | None]:
+def _forgotten(args: dict[str, Any]) -> set[str]:
+    """Ids of the events that a condensation takes out of the history: a list, or the ends of a range."""
+    listed = args.get("forgotten_event_ids")
+    if isinstance(listed, list):
+        return set(map(str, listed))
+    start, end = args.get("forgotten_events_start_id"), args.get("forgotten_events_end_id")
+    return set(map(str, range(start, end + 1))) if isinstance(start, int) and isinstance(end, int) else set()
+
+
+def read_events(events: Iterable[dict[str, Any]], *, user: Author) -> tuple[Segments, str | None]:
     """(messages, tool schemas as JSON text) of a V0 event stream."""
-    messages: list[Message] = []
+    segments = Segments()
     tools: str | None = None
-    seen_responses: set[str] = set()
     started = False
     for event in events:
         nested = event.get("args")
         args: dict[str, Any] = nested if isinstance(nested, dict) else event  # resolver events are flat
+        event_id = string(event.get("id"))
         if "action" not in event:
             if event.get("observation") not in _SILENT:
-                messages.append(_observation(event))
+                segments.add(_observation(event), event_id)
             continue
         action = event["action"]
         from_user = event.get("source") == "user" or ("source" not in event and action == "message" and not started)
         if action == "system":
-            messages.append(Message(role="system", author="harness", content=text_of(args.get("content"))))
+            segments.add(Message(role="system", author="harness", content=text_of(args.get("content"))), event_id)
             tools = json_text(args["tools"]) if args.get("tools") else None
+        elif action == "condensation":
+            segments.condense(_forgotten(args), text_of(args.get("summary")))
         elif action in _BOOKKEEPING:
             continue
         elif from_user:
             text = text_of(args.get("content")) or text_of(args.get("command"))
-            messages.append(Message(role="user", author=user, content=text))
+            segments.add(Message(role="user", author=user, content=text), event_id)
         elif event.get("source") != "environment":
             response = _response_id(event)
-            if response is not None and response in seen_responses:
-                continue
-            if response is not None:
-                seen_responses.add(response)
-            messages.append(_turn(event, args))
+            if segments.of_response(response, event_id) is None:
+                segments.add(_turn(event, args), event_id, response)
         started = True
-    return messages, tools
+    return segments, tools
 
 
 def _row_outcome(row: dict[str, Any]) -> Outcome:
@@ -163,12 +172,11 @@ def _row_instance(row: dict[str, Any]) -> str | None:
     return string(row.get("instance_id"))
 
 
-def _read_row(document: Document, row: dict[str, Any]) -> Run:
-    messages, tools = read_events(dicts(as_list(row.get("history"), "history")), user="harness")
-    return build(
+def _read_row(document: Document, row: dict[str, Any]) -> list[Run]:
+    segments, tools = read_events(dicts(as_list(row.get("history"), "history")), user="harness")
+    return segments.runs(
         document,
         ROWS_NAME,
-        messages,
         instance_id=_row_instance(row),
         outcome=_row_outcome(row),
         agent=NAME,
@@ -180,7 +188,7 @@ def _read_row(document: Document, row: dict[str, Any]) -> Run:
 
 
 def _read_rows(document: Document) -> list[Run]:
-    runs = [_read_row(document, row) for row in dicts(document.records)]
+    runs = [run for row in dicts(document.records) for run in _read_row(document, row)]
     if not runs:
         raise SourceError("openhands-eval: no row in the file")
     return runs
@@ -192,9 +200,9 @@ def _read_events(document: Document) -> list[Run]:
     events = dicts(document.records)
     if not events:
         raise SourceError("openhands: no event in the file")
-    messages, tools = read_events(events, user="human")
+    segments, tools = read_events(events, user="human")
     models = (string(get(event, "tool_call_metadata", "model_response", "model")) for event in events)
-    return [build(document, NAME, messages, agent=NAME, model=next(filter(None, models), None), tools_json=tools)]
+    return segments.runs(document, NAME, agent=NAME, model=next(filter(None, models), None), tools_json=tools)
 
 
 EVENTS = Adapter(NAME, _detect_events, _read_events)

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
 from tasks.sources.chat import read_message, read_messages, reasoning_of
+from tasks.sources.condensed import Segments
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
 from tasks.sources.openhands import SINGLE_EVENT
@@ -71,30 +72,33 @@ def _observation(event: dict[str, Any]) -> Message:
 def _read_events(document: Document) -> list[Run]:
     if isinstance(document.value, dict):
         raise SourceError(SINGLE_EVENT)
-    messages: list[Message] = []
+    segments = Segments()
     tools: str | None = None
-    by_response: dict[str, int] = {}
     for event in dicts(document.records):
-        kind = event.get("kind")
+        kind, event_id = event.get("kind"), string(event.get("id"))
         if kind == "SystemPromptEvent":
-            messages.append(Message(role="system", author="harness", content=text_of(event.get("system_prompt"))))
+            system = Message(role="system", author="harness", content=text_of(event.get("system_prompt")))
+            segments.add(system, event_id)
             tools = json_text(event["tools"]) if event.get("tools") else None
         elif kind == "MessageEvent":
             raw = event.get("llm_message")
             if isinstance(raw, dict):
-                messages.append(read_message(raw, user="human"))
+                segments.add(read_message(raw, user="human"), event_id)
         elif kind == "ActionEvent":
             response = string(event.get("llm_response_id"))
-            if response is not None and response in by_response:
-                index = by_response[response]
-                messages[index] = _merge(messages[index], _action(event))
-                continue
-            if response is not None:
-                by_response[response] = len(messages)
-            messages.append(_action(event))
+            index = segments.of_response(response, event_id)
+            if index is None:
+                segments.add(_action(event), event_id, response)
+            else:
+                segments.messages[index] = _merge(segments.messages[index], _action(event))
         elif kind in ("ObservationEvent", "AgentErrorEvent", "UserRejectObservation"):
-            messages.append(_observation(event))
-    return [build(document, EVENTS_NAME, messages, agent="openhands", tools_json=tools)]
+            segments.add(_observation(event), event_id)
+        elif kind == "Condensation":
+            forgotten = event.get("forgotten_event_ids")
+            segments.condense(
+                set(map(str, forgotten)) if isinstance(forgotten, list) else (), text_of(event.get("summary"))
+            )
+    return segments.runs(document, EVENTS_NAME, agent="openhands", tools_json=tools)
 
 
 def _detect_log(document: Document) -> bool:
