@@ -6,7 +6,7 @@ Every engine leaves the same rows in the same order. Memory holds a batch per pr
 import heapq
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -87,12 +87,23 @@ def _in_this_process(trajectories: Ref, job: RenderJob, folder: Path, on_done: O
     return _staged(folder / "rendered.arrow", tables())
 
 
-def _dealt(n_runs: int, n_shards: int) -> np.ndarray:
-    """The runs in the order in which contiguous shards of (nearly) equal size get every n-th run each: [n_runs].
+def dealt(sizes: Sequence[int], n_shards: int) -> np.ndarray:
+    """Runs in an order whose contiguous shards hold as many runs each (the first ones one more) and nearly equal work.
 
-    Long runs tend to lie side by side in a log folder; dealt out like cards, every process gets its share of them.
+    datasets.map gives every process one contiguous part. The runs are dealt out from the largest to the smallest, there
+    and back again; inside a shard they keep their order.
+
+    Args:
+        sizes: bytes of each run, [n_runs].
+
+    Returns:
+        [n_runs] int64, indexes into `sizes`.
     """
-    return np.concatenate([np.arange(shard, n_runs, n_shards) for shard in range(n_shards)])
+    ordered = np.argsort(-np.asarray(sizes, np.int64), kind="stable")
+    rows, place = np.divmod(np.arange(len(ordered)), n_shards)
+    last = np.where(rows == len(ordered) // n_shards, len(ordered) % n_shards, n_shards)  # shards that this row serves
+    shards = np.where(rows % 2, last - 1 - place, place)
+    return np.concatenate([np.sort(ordered[shards == shard]) for shard in range(n_shards)])
 
 
 def _render_shard(runs: pa.Table, positions: list[int], job: RenderJob, order: np.ndarray, done: str) -> pa.Table:
@@ -106,8 +117,9 @@ def _with_datasets(trajectories: Ref, job: RenderJob, folder: Path, on_done: OnD
     import datasets
 
     job.renderer()  # refuses a bad template here; forked processes find it loaded
+    batches, done = open_table(trajectories).to_batches(), folder / "done"
+    order = dealt([batch.slice(row, 1).nbytes for batch in batches for row in range(batch.num_rows)], n)
     dataset = datasets.Dataset.from_file(trajectories.path)
-    order, done = _dealt(len(dataset), n), folder / "done"
     done.touch()
 
     def mapped() -> datasets.Dataset:

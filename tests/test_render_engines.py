@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from render_inputs import result, stock_template, system, trajectory, turn, user
 
 from artifacts.store import Store
@@ -18,7 +22,7 @@ from schemas.tables import TRAJECTORIES
 from schemas.trajectory import Trajectory
 from tasks.model import prepare_model
 from tasks.render import render
-from tasks.render_engines import PARALLEL_FROM_BYTES, RUNS_PER_BATCH, n_processes
+from tasks.render_engines import PARALLEL_FROM_BYTES, RUNS_PER_BATCH, dealt, n_processes
 
 N_RUNS = 5 * RUNS_PER_BATCH + 3
 
@@ -121,6 +125,19 @@ def test_a_worker_that_refuses_the_template_says_so_in_one_line(model: Ref, stor
     with pytest.raises(UserError, match=r"prints earlier messages otherwise.* token \d+ is") as raised:
         render(late(store), model, RenderConfig(num_proc=2), SplitConfig(), store, chat_template=path)
     assert raised.value.fix.startswith("set model.chat_template")
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=60), st.integers(1, 7))
+def test_runs_are_dealt_out_evenly(sizes: list[int], n_shards: int) -> None:
+    n_shards = min(n_shards, len(sizes))
+    order = dealt(sizes, n_shards)
+    assert sorted(order.tolist()) == list(range(len(sizes)))
+    each, more = divmod(len(sizes), n_shards)  # as datasets cuts: the first shards hold one more
+    edges = [0, *np.cumsum([each + (shard < more) for shard in range(n_shards)]).tolist()]
+    shards = [order[a:b].tolist() for a, b in pairwise(edges)]
+    assert all(shard == sorted(shard) for shard in shards)
+    work = [sum(sizes[run] for run in shard) for shard in shards]
+    assert max(work) - min(work) <= 2 * max(sizes)
 
 
 def test_small_corpora_stay_in_one_process(trajectories: Ref) -> None:
