@@ -68,12 +68,14 @@ def _picture(uri: str, alternative: str) -> str:
     return f"![{alternative}]({uri})"
 
 
-def _dropped(title: str, dropped: Sequence[Dropped]) -> str:
+def _dropped(title: str, dropped: Sequence[Dropped], n_all: int = 0) -> str:
+    """`n_all`: how many there are, where `dropped` lists only the first of them."""
     if not dropped:
         return ""
-    more = f"\n\n… and {len(dropped) - DROPPED_SHOWN:,} more" if len(dropped) > DROPPED_SHOWN else ""
+    n_all = max(n_all, len(dropped))
+    more = f"\n\n… and {n_all - DROPPED_SHOWN:,} more" if n_all > DROPPED_SHOWN else ""
     table = _table(("what", "why"), [(item.what, item.reason) for item in dropped[:DROPPED_SHOWN]])
-    return f"### {title} ({len(dropped):,})\n\n{table}{more}"
+    return f"### {title} ({n_all:,})\n\n{table}{more}"
 
 
 def _payloads(refs: Sequence[Ref]) -> str:
@@ -103,7 +105,8 @@ def card(result: StageResult) -> Card:
 def _(result: Ingested) -> str:
     report = result.report
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(report.by_outcome.items()))
-    quarantined = f"; {len(report.quarantined)} files quarantined" if report.quarantined else ""
+    n_quarantined = max(report.n_quarantined, len(report.quarantined))
+    quarantined = f"; {n_quarantined} files quarantined" if n_quarantined else ""
     return f"{report.n_trajectories} runs ({outcomes}){quarantined}"
 
 
@@ -116,9 +119,15 @@ def _(result: Ingested) -> Card:
         _counts("By outcome", report.by_outcome),
         _counts("By format", report.by_format),
         _counts("By exit status (the agent's own claim)", report.by_exit_status),
+        "### Lengths\n\n"
+        + _picture(charts.bars(report.length_chars, x_label="characters, up to", y_label="runs"), "runs by length")
+        if report.length_chars
+        else "",
         _counts("Redactions", report.redactions),
-        _dropped("Quarantined files", report.quarantined),
-        _dropped("Duplicates left out", report.duplicates),
+        _counts("Left out, by reason", report.left_out_by_reason),
+        _dropped("Quarantined files", report.quarantined, report.n_quarantined),
+        _dropped("Damaged lines", report.damaged, report.n_damaged),
+        _dropped("Duplicates left out", report.duplicates, report.n_duplicates),
         _payloads(result.refs()),
     )
     return Card("ingest", "Ingested runs", markdown)

@@ -15,6 +15,10 @@ class Dropped(Frozen):
     reason: str
 
 
+LISTED = 200
+"""How many of a kind an ingest report lists; all are counted, and all are in its file."""
+
+
 class IngestReport(Frozen):
     n_files: int
     n_files_reused: int = Field(default=0, description="files not read again, since they have not changed")
@@ -35,9 +39,16 @@ class IngestReport(Frozen):
     n_replaced_characters: int = Field(
         default=0, description="characters that are no valid Unicode, replaced with U+FFFD"
     )
-    quarantined: tuple[Dropped, ...] = ()
-    damaged: tuple[Dropped, ...] = Field(default=(), description="lines left out of files that were read otherwise")
-    duplicates: tuple[Dropped, ...] = ()
+    quarantined: tuple[Dropped, ...] = Field(default=(), description="files that gave no run; the first LISTED of them")
+    damaged: tuple[Dropped, ...] = Field(
+        default=(), description="lines left out of files that were read otherwise; the first LISTED of them"
+    )
+    duplicates: tuple[Dropped, ...] = Field(default=(), description="runs left out; the first LISTED of them")
+    n_quarantined: int = 0
+    n_damaged: int = 0
+    n_duplicates: int = 0
+    left_out_by_reason: dict[str, int] = Field(default={}, description="of files, lines and runs; the most frequent")
+    left_out: str = Field(default="", description="JSON Lines file in the store with all that was left out, and why")
 
 
 LeakText = Literal["task", "scored"]

@@ -10,10 +10,10 @@ import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +26,9 @@ from tasks.sources.document import read_lines
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """A longer document, line or member is refused: parsed, it would take several times as much memory."""
+
+Loader = Callable[..., Document]
+"""`load_document`, or the same for one format."""
 
 _PIECE_BYTES = 16 << 20
 _ZIP_ZSTANDARD = 93  # Python's zipfile reads it from 3.14 on
@@ -65,11 +68,11 @@ class _Budget:
             raise SourceError("archive unpacks to far more than its size: a decompression bomb")
 
 
-def _member_document(data: bytes, path: str) -> Document | Unreadable:
+def _member_document(data: bytes, path: str, load: Loader) -> Document | Unreadable:
     if data[:4] in (b"PK\x03\x04", b"PAR1") or data[:2] == b"\x1f\x8b" or data[257:262] == b"ustar":
         return Unreadable(path, "an archive inside an archive: unpack the outer one first")
     try:
-        return load_document(data, path)
+        return load(data, path)
     except SourceError as error:
         return Unreadable(path, str(error))
 
@@ -127,7 +130,7 @@ def _eval_log(archive: zipfile.ZipFile, path: str, budget: _Budget) -> Iterator[
         yield Document(member, sample.sha256, "json", {**header, "plan": {}, "samples": sample.records})
 
 
-def _zip_documents(file: Path) -> Iterator[Document | Unreadable]:
+def _zip_documents(file: Path, load: Loader) -> Iterator[Document | Unreadable]:
     path = path_name(file)
     budget = _Budget(file.stat().st_size)
     with zipfile.ZipFile(file) as archive:
@@ -150,13 +153,13 @@ def _zip_documents(file: Path) -> Iterator[Document | Unreadable]:
                 yield Unreadable(member, str(error))
                 continue
             budget.spend(len(data))
-            yield _member_document(data, member)
+            yield _member_document(data, member, load)
 
 
 # tar and gzip ---------------------------------------------------------------------------------------------------
 
 
-def _tar_documents(file: Path, stream: IO[bytes]) -> Iterator[Document | Unreadable]:
+def _tar_documents(file: Path, stream: IO[bytes], load: Loader) -> Iterator[Document | Unreadable]:
     path = path_name(file)
     budget = _Budget(file.stat().st_size)
     with tarfile.open(fileobj=stream, mode="r|") as archive:
@@ -175,18 +178,18 @@ def _tar_documents(file: Path, stream: IO[bytes]) -> Iterator[Document | Unreada
                 yield Unreadable(member, f"larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
                 continue
             content = archive.extractfile(info)
-            yield _member_document(content.read() if content else b"", member)
+            yield _member_document(content.read() if content else b"", member, load)
 
 
-def _gzip_documents(file: Path) -> Iterator[Document | Unreadable]:
+def _gzip_documents(file: Path, load: Loader, sha256: str | None) -> Iterator[Document | Unreadable]:
     with gzip.open(file) as probe:
         is_tar = probe.read(262)[257:262] == b"ustar"
     with gzip.open(file) as unpacked:
         stream = cast("IO[bytes]", unpacked)
         if is_tar:
-            yield from _tar_documents(file, stream)
+            yield from _tar_documents(file, stream, load)
         else:
-            yield from _stream_documents(file, stream, stream.read(_PIECE_BYTES + 1))
+            yield from _stream_documents(file, stream, stream.read(_PIECE_BYTES + 1), load, sha256)
 
 
 # files larger than memory ---------------------------------------------------------------------------------------
@@ -212,13 +215,15 @@ def _whole_lines(stream: IO[bytes], head: bytes, problems: list[str]) -> Iterato
         yield rest
 
 
-def _stream_documents(file: Path, stream: IO[bytes], head: bytes) -> Iterator[Document | Unreadable]:
+def _stream_documents(
+    file: Path, stream: IO[bytes], head: bytes, load: Loader, sha256: str | None
+) -> Iterator[Document | Unreadable]:
     """One document, or pieces of it where every line is a run of its own. `head`: what was read so far."""
     path = path_name(file)
     if len(head) <= _PIECE_BYTES:
-        yield load_document(head, path)
+        yield load(head, path, sha256=sha256)
         return
-    sha256 = file_sha256(file)
+    sha256 = sha256 or file_sha256(file)
     first_line = head[: head.find(b"\n")] if b"\n" in head else b""
     values, _, _ = read_lines(first_line.removeprefix(b"\xef\xbb\xbf"))
     if values and find_adapter(Document(path, sha256, "jsonl", values)).by_record:
@@ -234,18 +239,22 @@ def _stream_documents(file: Path, stream: IO[bytes], head: bytes) -> Iterator[Do
     rest = stream.read(MAX_DOCUMENT_BYTES + 1 - len(head))
     if len(head) + len(rest) > MAX_DOCUMENT_BYTES:
         raise SourceError(f"one document larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
-    yield load_document(head + rest, path, sha256=sha256)
+    yield load(head + rest, path, sha256=sha256)
 
 
-def _parquet_documents(file: Path) -> Iterator[Document]:
-    sha256 = file_sha256(file)
+def _parquet_documents(file: Path, sha256: str | None) -> Iterator[Document]:
+    sha256 = sha256 or file_sha256(file)
     with pq.ParquetFile(file) as table:
         for batch in table.iter_batches(batch_size=32):
             yield Document(path_name(file), sha256, "jsonl", batch.to_pylist())
 
 
-def file_documents(file: Path) -> Iterator[Document | Unreadable]:
+def file_documents(
+    file: Path, load: Loader = load_document, sha256: str | None = None
+) -> Iterator[Document | Unreadable]:
     """The documents of one file, in order, one in memory at a time. What the file is, is told by its first bytes.
+
+    `load` parses the bytes of a document; `sha256` is the file's, where it is known.
 
     Raises:
         SourceError: the file as a whole cannot be read; documents given before that are good.
@@ -255,39 +264,17 @@ def file_documents(file: Path) -> Iterator[Document | Unreadable]:
             n_bytes = os.fstat(stream.fileno()).st_size
             head = stream.read(min(n_bytes, _PIECE_BYTES) + 1) or b""  # a buffer of the file's size, not of the limit's
             if head[:4] == b"PK\x03\x04":
-                yield from _zip_documents(file)
+                yield from _zip_documents(file, load)
             elif head[:2] == b"\x1f\x8b":
-                yield from _gzip_documents(file)
+                yield from _gzip_documents(file, load, sha256)
             elif head[257:262] == b"ustar":
                 stream.seek(0)
-                yield from _tar_documents(file, stream)
+                yield from _tar_documents(file, stream, load)
             elif head[:4] == b"PAR1":
-                yield from _parquet_documents(file)
+                yield from _parquet_documents(file, sha256)
             else:
-                yield from _stream_documents(file, stream, head)
+                yield from _stream_documents(file, stream, head, load, sha256)
     except (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, pa.ArrowInvalid) as error:
         raise SourceError(f"damaged archive: {error}") from error
     except OSError as error:
         raise SourceError(f"cannot be read: {error.strerror or error}") from error
-
-
-def dataset_documents(name: str) -> Iterator[Document]:
-    """Rows of a Hugging Face data set, streamed: `owner/name` or a local folder, with an optional `:split`.
-
-    Raises:
-        SourceError: it cannot be loaded.
-    """
-    from datasets import load_dataset  # slow to import, and rarely wanted
-
-    location, _, split = name.partition(":")
-    rows: list[Any] = []
-    try:
-        for row in load_dataset(location, split=split or "train", streaming=True):
-            rows.append(row)
-            if len(rows) == 32:
-                yield Document(f"hf:{name}", "", "jsonl", rows)
-                rows = []
-    except (OSError, ValueError, pa.ArrowInvalid) as error:
-        raise SourceError(f"data set cannot be loaded: {error}") from error
-    if rows:
-        yield Document(f"hf:{name}", "", "jsonl", rows)

@@ -1,6 +1,6 @@
 """What was read on earlier nights: which file holds which runs, and where their rows lie. SQLite beside the store.
 
-Rows lie in segments, Arrow files written once. A file whose size and time are unchanged is not opened again; a removed
+Rows lie in segments, Arrow files written once. A file whose size and times are unchanged is not opened again; a removed
 file simply is not asked for. Everything here can be deleted: it is then read anew.
 """
 
@@ -15,7 +15,7 @@ from tasks.input_files import InputFile
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
-    file TEXT PRIMARY KEY, size_bytes INTEGER, mtime_ns INTEGER, notes TEXT NOT NULL
+    file TEXT PRIMARY KEY, stamp TEXT NOT NULL, sha256 TEXT, notes TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS runs (
     file TEXT NOT NULL, seq INTEGER NOT NULL, segment TEXT NOT NULL, row INTEGER NOT NULL,
@@ -90,21 +90,31 @@ class Catalog:
     def want(self, file: InputFile) -> bool:
         """Asks for a file; True when it was read before and has not changed."""
         self._db.execute("INSERT OR IGNORE INTO wanted (file) VALUES (?)", (file.name,))
-        row = self._db.execute("SELECT size_bytes, mtime_ns FROM files WHERE file = ?", (file.name,)).fetchone()
-        return row == (file.size_bytes, file.mtime_ns) and file.dataset is None and file.problem is None
+        row = self._db.execute("SELECT stamp, sha256 FROM files WHERE file = ?", (file.name,)).fetchone()
+        if row is None or row[0] != file.stamp or file.dataset is not None or file.problem is not None:
+            return False
+        return row[1] is None or row[1] == file.sha256()
 
     def forget(self, name: str) -> None:
         for table in ("files", "runs", "openings"):
             self._db.execute(f"DELETE FROM {table} WHERE file = ?", (name,))
 
     def put(
-        self, file: InputFile, notes: FileNotes, runs: Iterable[RunEntry], openings: Iterable[tuple[str, int]]
+        self,
+        file: InputFile,
+        sha256: str | None,
+        notes: FileNotes,
+        runs: Iterable[RunEntry],
+        openings: Iterable[tuple[str, int]],
     ) -> None:
-        """Records a file with everything that it gave, in place of what it gave before."""
-        self.forget(file.name)
+        """Records a file with everything that it gave, in place of what it gave before. `sha256`: of a file so new that
+        its stamp does not vouch for its content; None for the others.
+        """
+        if self._db.execute("SELECT 1 FROM files WHERE file = ?", (file.name,)).fetchone():
+            self.forget(file.name)
         self._db.execute(
             "INSERT INTO files VALUES (?, ?, ?, ?)",
-            (file.name, file.size_bytes, file.mtime_ns, json.dumps(vars(notes))),
+            (file.name, file.stamp, sha256, json.dumps(vars(notes))),
         )
         marks = ", ".join("?" * len(RUN_FIELDS))
         self._db.executemany(

@@ -28,7 +28,7 @@ def run_inputs(config: RunConfig) -> RunInputs:
         UserError: a source path is missing or an empty folder.
     """
     folder, template = Path(config.model.name).expanduser(), Path(config.model.chat_template).expanduser()
-    source = source_digest(config.source)
+    source = source_digest(config.source, Path(config.store))
     model_sha256 = payload_digest(folder, "listing")[0] if folder.is_dir() else ""
     template_sha256 = file_sha256(template) if template.is_file() else ""
     sections = config.model_dump(mode="json", exclude={"store": True, "source": {"paths"}})

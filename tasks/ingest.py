@@ -7,6 +7,7 @@ Nothing is left out in silence: what cannot be read is quarantined with its reas
 """
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,31 +20,35 @@ from artifacts.store import Store
 from artifacts.tables import open_table
 from schemas.config import SourceConfig
 from schemas.errors import UserError
-from schemas.reports import Dropped, Ingested, IngestReport
+from schemas.reports import Dropped, Ingested
 from schemas.tables import TRAJECTORIES, TRAJECTORY_SCHEMA_VERSION
 from schemas.trajectory import Outcome
 from tasks.catalog import Catalog, RunEntry, open_catalog
 from tasks.columns import outcome_column
 from tasks.dedupe import near_duplicates, signature
-from tasks.input_files import InputFile, files_digest, find_files
+from tasks.ingest_report import ingest_report
+from tasks.input_files import InputFile, files_digest, find_files, open_digests
 from tasks.read_logs import ROWS_PER_BATCH, SegmentWriter
 from tasks.sources import BY_NAME
 from tasks.sources.base import digest
 from tasks.sources.side_files import SideFact, SideIndex
 
-STAGE_VERSION = 1
+STAGE_VERSION = 2
+_INGESTED = "ingested"
 
 Progress = Callable[[int], None]
 """Called with the number of files done so far."""
 
 
-def source_digest(config: SourceConfig) -> str:
-    """sha256 over the input files' paths and contents, for the stage's cache key.
+def source_digest(config: SourceConfig, store: Path | None = None) -> str:
+    """sha256 over the input files' paths and contents, for the stage's cache key. With the folder of a store, a file's
+    digest is remembered there: it is not computed again while the file is unchanged, nor by `ingest`.
 
     Raises:
         UserError: a path is missing or an empty folder.
     """
-    return files_digest(find_files(config.paths))
+    with open_digests(None if store is None else store / _INGESTED) as digests:
+        return files_digest(find_files(config.paths), digests)
 
 
 # putting the table together -------------------------------------------------------------------------------------
@@ -162,55 +167,10 @@ def _assemble(folder: Path, catalog: Catalog, path: Path) -> int:
     return n_rows
 
 
-def _report(
-    catalog: Catalog, config: SourceConfig, n_files: int, n_reused: int, dropped: list[Dropped]
-) -> IngestReport:
-    totals: Counter[str] = Counter()
-    formats, outcomes, exits, lengths, redactions = (Counter[str]() for _ in range(5))
-    for run in catalog.kept():
-        totals.update(
-            runs=1, turns=run.n_turns, calls=run.n_calls, observations=run.n_observations, unpaired=run.n_unpaired
-        )
-        formats[run.source_format] += 1
-        outcomes[run.status] += 1
-        lengths[str(1 << max(10, (run.n_chars - 1).bit_length()))] += 1
-        if run.exit_status:
-            exits[run.exit_status] += 1
-    quarantined: list[Dropped] = []
-    damaged: list[Dropped] = []
-    n_side = n_replaced = 0
-    for notes in catalog.notes():
-        n_side += bool(notes.facts)
-        n_replaced += notes.n_replaced
-        redactions.update(notes.redactions)
-        quarantined += [Dropped(what=what, reason=reason) for what, reason in notes.quarantined]
-        damaged += [Dropped(what=what, reason=reason) for what, reason in notes.damaged]
-    return IngestReport(
-        n_files=n_files,
-        n_files_reused=n_reused,
-        n_side_files=n_side,
-        n_trajectories=totals["runs"],
-        n_turns=totals["turns"],
-        n_calls=totals["calls"],
-        n_observations=totals["observations"],
-        n_unpaired_results=totals["unpaired"],
-        by_format=dict(sorted(formats.items())),
-        by_outcome=dict(sorted(outcomes.items())),
-        by_exit_status=dict(sorted(exits.items())),
-        length_chars=dict(sorted(lengths.items(), key=lambda item: int(item[0]))),
-        redactions=dict(sorted(redactions.items())),
-        redact=config.redact,
-        n_replaced_characters=n_replaced,
-        quarantined=tuple(quarantined),
-        damaged=tuple(damaged),
-        duplicates=tuple(dropped),
-    )
-
-
 def _catalog_folder(config: SourceConfig, store: Store) -> Path:
     """What changes the rows of an unchanged file has a catalog of its own."""
     key = digest(f"{STAGE_VERSION}/{TRAJECTORY_SCHEMA_VERSION}", config.format, str(config.redact))
-    return store.root / "ingested" / key[:16]
+    return store.root / _INGESTED / key[:16]
 
 
 @contextmanager
@@ -253,9 +213,13 @@ def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = No
                 yield file
 
     folder = _catalog_folder(config, store)
-    with open_catalog(folder) as catalog, store.staging() as staging:
+    with (
+        open_digests(store.root / _INGESTED) as digests,
+        open_catalog(folder) as catalog,
+        store.staging() as staging,
+    ):
         files = changed_files(catalog)
-        writer = SegmentWriter(folder, config, catalog, file_done)
+        writer = SegmentWriter(folder, config, catalog, digests, file_done)
         with _collector_paused():
             while writer.write(files):
                 gc.collect(0)  # what is new since the last time
@@ -264,7 +228,7 @@ def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = No
         dropped = _drop_repeats(folder, catalog, config)
         path = staging / "trajectories.arrow"
         n_rows = _assemble(folder, catalog, path)
-        report = _report(catalog, config, counts["files"], counts["reused"], dropped)
+        report = ingest_report(catalog, config, counts["files"], counts["reused"], dropped, staging / "left_out.jsonl")
         if not n_rows:
             reasons = Counter(dropped.reason for dropped in report.quarantined).most_common(1)
             raise UserError(
@@ -275,4 +239,6 @@ def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = No
         for stale in {file.name for file in folder.glob("*.arrow")} - catalog.segments():
             (folder / stale).unlink()
         ref = store.add(path, "trajectories", n_rows=n_rows, schema_version=TRAJECTORY_SCHEMA_VERSION)
-    return Ingested(trajectories=ref, report=report)
+        listing = folder / f"left_out-{ref.sha256[:16]}.jsonl"
+        os.replace(staging / "left_out.jsonl", listing)
+    return Ingested(trajectories=ref, report=report.model_copy(update={"left_out": str(listing)}))

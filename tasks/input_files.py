@@ -3,13 +3,19 @@
 import glob
 import hashlib
 import os
+import re
+import sqlite3
 import stat
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from artifacts.store import file_sha256, payload_digest
 from schemas.errors import UserError
+from tasks.sources import SourceError, read_document
+from tasks.sources.openhands import is_single_event
 
 
 def path_name(path: Path) -> str:
@@ -17,15 +23,26 @@ def path_name(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "replace")
 
 
+_SETTLED_NS = 2_000_000_000
+"""A file changed less than this before it was looked at can be changed again without its times showing it."""
+
+
 @dataclass(frozen=True)
 class InputFile:
-    """One file on disk, as found, or a data set by name. `problem` says why it cannot be read at all."""
+    """One file on disk, as found, a session kept as one file an event, or a data set by name."""
 
     path: Path
-    size_bytes: int = 0
-    mtime_ns: int = 0
+    stamp: str = ""
+    """Size, time of the last write and of the last change of any kind: an edit that puts the first two back shows in
+    the third.
+    """
+    is_settled: bool = True
+    """Whether an equal stamp means equal content."""
     problem: str | None = None
+    """Why it cannot be read at all."""
     dataset: str | None = None
+    events: tuple[Path, ...] = ()
+    """The files of a session, in order; `path` is their folder."""
 
     @property
     def name(self) -> str:
@@ -33,12 +50,51 @@ class InputFile:
 
     def sha256(self) -> str:
         """Of the content; where there is none at hand (a data set on a hub), of the name: its changes go unnoticed."""
+        if self.events:
+            listing = "".join(f"{path_name(path)}\0{file_sha256(path)}\n" for path in self.events)
+            return hashlib.sha256(listing.encode()).hexdigest()
         if self.dataset is None and self.problem is None:
             return file_sha256(self.path)
         folder = Path((self.dataset or "").partition(":")[0])
         if self.dataset and folder.is_dir():
             return payload_digest(folder)[0]
         return hashlib.sha256(f"{self.name}\0{self.problem}".encode()).hexdigest()
+
+
+class DigestBook:
+    """Digests of files as they were last read: one whose stamp is unchanged is read for its digest only once."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+        self._db.execute("CREATE TABLE IF NOT EXISTS digests (file TEXT PRIMARY KEY, stamp TEXT, sha256 TEXT)")
+
+    def known(self, file: InputFile) -> str | None:
+        """The digest of a file that has not changed since."""
+        if not file.is_settled or not file.stamp:
+            return None
+        row = self._db.execute("SELECT stamp, sha256 FROM digests WHERE file = ?", (file.name,)).fetchone()
+        return row[1] if row is not None and row[0] == file.stamp else None
+
+    def sha256(self, file: InputFile) -> str:
+        """The digest, read from the file where it is not known."""
+        known = self.known(file)
+        if known is not None:
+            return known
+        sha256 = file.sha256()
+        if file.is_settled and file.stamp:
+            self._db.execute("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", (file.name, file.stamp, sha256))
+        return sha256
+
+
+@contextmanager
+def open_digests(folder: Path | None) -> Iterator[DigestBook]:
+    """The digest book in a folder; None: one that is forgotten afterwards."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    path = ":memory:" if folder is None else folder / "digests.sqlite"
+    with closing(sqlite3.connect(path, timeout=3600)) as connection:
+        yield DigestBook(connection)
+        connection.commit()
 
 
 DATASET_PREFIX = "hf:"
@@ -50,32 +106,66 @@ def _stat(path: Path) -> InputFile:
         info = path.stat()
     except OSError as error:
         return InputFile(path, problem=f"cannot be read: {error.strerror}")
-    problem = None if stat.S_ISREG(info.st_mode) else "not a regular file"  # opening a FIFO would wait for ever
-    return InputFile(path, info.st_size, info.st_mtime_ns, problem)
+    if not stat.S_ISREG(info.st_mode):  # opening a FIFO would wait for ever
+        return InputFile(path, problem="not a regular file")
+    stamp = f"{info.st_size} {info.st_mtime_ns} {info.st_ctime_ns}"
+    return InputFile(path, stamp, is_settled=info.st_ctime_ns < time.time_ns() - _SETTLED_NS)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+_EVENT_NAME = re.compile(r"(?:event-)?(\d+)(?:-[0-9a-f-]{8,})?\.json")
+_PAGE_NAME = re.compile(r"\d+-\d+\.json")
+
+
+def _session(folder: Path, files: list[Path]) -> InputFile | None:
+    """A folder of `0.json`, `1.json`, `10.json` or `event-00007-<id>.json`, each one event, as one session."""
+    numbered = [(int(match.group(1)), file) for file in files if (match := _EVENT_NAME.fullmatch(file.name))]
+    if not numbered or len(numbered) != len(files):
+        return None
+    events = tuple(file for _, file in sorted(numbered))
+    found = [_stat(file) for file in events]
+    if any(file.problem for file in found):
+        return None
+    try:
+        first = read_document(events[0].read_bytes())
+    except (OSError, SourceError):
+        return None
+    if not is_single_event(first):
+        return None
+    stamps = "\n".join(f"{file.name} {file.stamp}" for file in found)
+    digest = hashlib.sha256(stamps.encode()).hexdigest()
+    return InputFile(folder, digest, is_settled=all(file.is_settled for file in found), events=events)
+
+
+def _walk(folder: Path) -> Iterator[InputFile]:
     """Files below a folder, sorted; links to folders are not followed, hidden entries are left out."""
     with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
+        found = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    files = [Path(entry.path) for entry in found if not entry.is_dir()]
+    session = _session(folder, files)
+    is_copy = folder.name == "event_cache" and (folder.parent / "events").is_dir()
     for entry in found:
-        if entry.name.startswith("."):
-            continue
+        path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            yield from _walk(Path(entry.path))
-        elif not (entry.is_symlink() and entry.is_dir()):
-            yield Path(entry.path)
+            yield from _walk(path)
+        elif entry.is_dir() or session is not None:
+            continue
+        elif is_copy and _PAGE_NAME.fullmatch(entry.name):
+            yield InputFile(path, problem="a copy of events that lie beside it")
+        else:
+            yield _stat(path)
+    if session is not None:
+        yield session
 
 
-def _expand(given: str) -> Iterable[Path]:
+def _expand(given: str) -> Iterable[InputFile]:
     path = Path(given).expanduser()
     if path.is_dir():
         return _walk(path)
     if path.exists():
-        return [path]
+        return [_stat(path)]
     if glob.has_magic(given):
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        return (file for match in matches for file in (_walk(match) if match.is_dir() else [match]))
+        return (file for match in matches for file in (_walk(match) if match.is_dir() else [_stat(match)]))
     return []
 
 
@@ -92,11 +182,11 @@ def find_files(paths: Iterable[str]) -> Iterator[InputFile]:
             yield InputFile(Path(given), dataset=name)
             continue
         n_found = 0
-        for path in _expand(given):
+        for file in _expand(given):
             n_found += 1
-            if path not in seen:
-                seen.add(path)
-                yield _stat(path)
+            if file.path not in seen:
+                seen.add(file.path)
+                yield file
         if not n_found:
             folder = Path(given).expanduser().is_dir()
             raise UserError(
@@ -106,7 +196,7 @@ def find_files(paths: Iterable[str]) -> Iterator[InputFile]:
             )
 
 
-def files_digest(files: Iterable[InputFile]) -> str:
+def files_digest(files: Iterable[InputFile], digests: DigestBook) -> str:
     """sha256 over the sorted list of paths and contents: a changed, added or removed file changes it."""
-    lines = sorted(f"{file.name}\0{file.sha256()}" for file in files)
+    lines = sorted(f"{file.name}\0{digests.sha256(file)}" for file in files)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

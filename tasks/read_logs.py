@@ -4,6 +4,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -12,12 +13,13 @@ from msgspec.structs import replace
 
 from schemas.config import SourceConfig
 from schemas.tables import TRAJECTORIES
-from tasks.archives import Unreadable, dataset_documents, file_documents
+from tasks.archives import Unreadable, file_documents
 from tasks.catalog import Catalog, FileNotes, RunEntry
 from tasks.columns import record_batch
-from tasks.input_files import InputFile
+from tasks.documents import dataset_documents, store_documents
+from tasks.input_files import DigestBook, InputFile
 from tasks.redact import redact
-from tasks.sources import Adapter, Document, SourceError, find_adapter
+from tasks.sources import Adapter, Document, SourceError, find_adapter, load_document
 from tasks.sources.base import digest
 from tasks.sources.draft import Run
 from tasks.sources.side_files import SideFact, read_side_file
@@ -31,6 +33,8 @@ _CHARS_PER_SEGMENT = 64 << 20
 class _Read:
     """What one file gives, gathered document by document."""
 
+    sha256: str | None = None
+    """Of a file that was changed a moment ago: before it was read."""
     facts: list[SideFact] = field(default_factory=list)
     quarantined: list[tuple[str, str]] = field(default_factory=list)
     damaged: list[tuple[str, str]] = field(default_factory=list)
@@ -101,13 +105,20 @@ def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Ite
         read.quarantined.append((document.path, str(error)))
 
 
-def _file_runs(file: InputFile, config: SourceConfig, read: _Read) -> Iterator[tuple[Adapter, Run]]:
+def _documents(file: InputFile, config: SourceConfig, sha256: str | None) -> Iterator[Document | Unreadable]:
+    if file.dataset:
+        return dataset_documents(file.dataset)
+    if file.events:
+        return store_documents(file.path, file.events)
+    return file_documents(file.path, partial(load_document, source_format=config.format), sha256)
+
+
+def _file_runs(file: InputFile, config: SourceConfig, read: _Read, sha256: str | None) -> Iterator[tuple[Adapter, Run]]:
     if file.problem:
         read.quarantined.append((file.name, file.problem))
         return
     try:
-        documents = dataset_documents(file.dataset) if file.dataset else file_documents(file.path)
-        for document in documents:
+        for document in _documents(file, config, sha256):
             if isinstance(document, Unreadable):
                 read.quarantined.append((document.path, document.reason))
             else:
@@ -165,15 +176,17 @@ def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapte
 class SegmentWriter:
     """Reads files one after another and records each in the catalog once its rows are safe in a segment."""
 
-    def __init__(self, folder: Path, config: SourceConfig, catalog: Catalog, done: Callable[[], None]) -> None:
-        self.folder, self.config, self.catalog, self.done = folder, config, catalog, done
+    def __init__(
+        self, folder: Path, config: SourceConfig, catalog: Catalog, digests: DigestBook, done: Callable[[], None]
+    ) -> None:
+        self.folder, self.config, self.catalog, self.digests, self.done = folder, config, catalog, digests, done
         self._finished: list[tuple[InputFile, _Read]] = []
 
     def _runs(self, files: Iterator[InputFile], segment: str) -> Iterator[Run]:
         n_rows = n_chars = 0
         for file in files:
-            read = _Read()
-            for adapter, run in _file_runs(file, self.config, read):
+            read = _Read(sha256=None if file.is_settled else file.sha256())
+            for adapter, run in _file_runs(file, self.config, read, self.digests.known(file)):
                 entry = _entry(file, segment, n_rows, read, adapter, run)
                 read.entries.append(entry)
                 n_rows += 1
@@ -198,7 +211,7 @@ class SegmentWriter:
         if not n_rows:
             path.unlink()
         for file, read in self._finished:
-            self.catalog.put(file, read.notes(), read.entries, read.openings)
+            self.catalog.put(file, read.sha256, read.notes(), read.entries, read.openings)
         self.catalog.commit()
         any_file = bool(self._finished)
         self._finished.clear()

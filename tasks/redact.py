@@ -43,8 +43,8 @@ Spans = Iterable[tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Rule:
-    """`find` gives the spans of values. It runs only on texts in which `trigger` matches: Hyperscan looks for all triggers
-    at once, in one pass whose time is linear in the text.
+    """`find` gives the spans of values. It runs only on texts in which `trigger` matches: Hyperscan looks for all
+    triggers at once, in one pass whose time is linear in the text.
     """
 
     kind: str

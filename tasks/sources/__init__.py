@@ -78,14 +78,16 @@ def find_adapter(document: Document, source_format: str = "auto") -> Adapter:
 _SHAPED = tuple((adapter, adapter.shape) for adapter in ADAPTERS if adapter.shape is not None)
 
 
-def load_document(data: bytes, path: str = "", *, sha256: str | None = None) -> Document:
-    """Like `read_document`, without the parts of a log that its adapter does not look at.
+def load_document(data: bytes, path: str = "", *, sha256: str | None = None, source_format: str = "auto") -> Document:
+    """Like `read_document`, without the parts of a log that the adapter of its format does not look at.
 
     Raises:
         SourceError: as `read_document`.
     """
     sha256 = sha256 or hashlib.sha256(data).hexdigest()
     for adapter, shape in _SHAPED:
+        if source_format not in ("auto", adapter.name):
+            continue
         document = shape.read(data, path, sha256)
         if document is not None and adapter.detect(document):
             return document

@@ -88,11 +88,9 @@ def get(value: Any, *keys: str) -> Any:
 
 def string(value: Any) -> str | None:
     """A non-empty string, or None. Numbers become their text, since ids are often numbers."""
-    if isinstance(value, bool) or value is None:
-        return None
     if isinstance(value, str):
         return value or None
-    return str(value) if isinstance(value, int | float) else None
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def json_text(value: Any) -> str:
@@ -105,10 +103,10 @@ _IMAGE_KINDS = ("image", "image_url", "input_image", "inlineData")
 
 def text_of(content: Any) -> str:
     """The text of a content that may be a string, null, or a list of parts. Images become `[image]`, never base64."""
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
+    if content is None:
+        return ""
     if isinstance(content, dict):
         content = [content]
     if not isinstance(content, list):

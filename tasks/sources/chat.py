@@ -32,9 +32,10 @@ def role_of(raw: dict[str, Any]) -> str:
         SourceError: the role is missing or unknown.
     """
     role = raw.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
+    known = _ROLES.get(role) if isinstance(role, str) else None
+    if known is None:
         raise SourceError(f"unknown message role {role!r}")
-    return _ROLES[role]
+    return known
 
 
 def calls_of(raw: dict[str, Any]) -> tuple[ToolCall, ...]:
@@ -63,12 +64,13 @@ def calls_of(raw: dict[str, Any]) -> tuple[ToolCall, ...]:
 
 def reasoning_of(raw: dict[str, Any]) -> str | None:
     """Reasoning text beside the content; copies of it are read once."""
-    for value in (raw.get("reasoning_content"), raw.get("reasoning")):
-        if isinstance(value, str) and value:
+    for value in (
+        raw.get("reasoning_content"),
+        raw.get("reasoning"),
+        get(raw.get("provider_specific_fields"), "reasoning_content"),
+    ):
+        if value and isinstance(value, str):
             return value
-    copied = get(raw, "provider_specific_fields", "reasoning_content")
-    if isinstance(copied, str) and copied:
-        return copied
     blocks = raw.get("thinking_blocks")
     if not blocks:
         return None

@@ -129,20 +129,22 @@ def _assistant(raw: dict[str, Any]) -> Message:
     return replace(message, tool_calls=_action_calls(raw))
 
 
-def _failed(raw: dict[str, Any], content: str) -> bool | None:
-    extra = raw.get("extra")
-    if isinstance(extra, dict):
-        if extra.get("interrupt_type") or extra.get("exception_info"):
-            return True
-        if isinstance(extra.get("returncode"), int):
-            return extra["returncode"] != 0
-    return return_code_failed(content)
+def _failed(extra: dict[str, Any], content: str) -> bool | None:
+    if extra.get("interrupt_type") or extra.get("exception_info"):
+        return True
+    code = extra.get("returncode")
+    return code != 0 if isinstance(code, int) else return_code_failed(content)
 
 
 def _read_item(raw: dict[str, Any], *, started: bool) -> Message | None:
     """One stored message; None for those that are no part of the conversation."""
-    if raw.get("object") == "response" or (raw.get("role") is None and isinstance(raw.get("output"), list)):
+    role = raw.get("role")
+    if raw.get("object") == "response" or (role is None and isinstance(raw.get("output"), list)):
         return read_response_items(as_list(raw.get("output"), "output"))
+    if role == "assistant":
+        return _assistant(raw)
+    extra = raw.get("extra")
+    extra = extra if isinstance(extra, dict) else {}
     if raw.get("type") == "function_call_output":
         content = text_of(raw.get("output"))
         return Message(
@@ -150,18 +152,14 @@ def _read_item(raw: dict[str, Any], *, started: bool) -> Message | None:
             author="environment",
             content=content,
             tool_call_id=string(raw.get("call_id")),
-            failed=_failed(raw, content),
+            failed=_failed(extra, content),
         )
-    role = raw.get("role")
     if role == "exit":
         return None
-    if role == "assistant":
-        return _assistant(raw)
     if role == "system":
         return read_message(raw)
-    interrupted = bool(get(raw, "extra", "interrupt_type"))
-    observes = started or role != "user" or interrupted
-    failed = _failed(raw, text_of(raw.get("content"))) if observes else None
+    observes = started or role != "user" or bool(extra.get("interrupt_type"))
+    failed = _failed(extra, text_of(raw.get("content"))) if observes else None
     return read_message(raw, user="environment" if observes else "harness", failed=failed)
 
 

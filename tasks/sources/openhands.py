@@ -18,7 +18,7 @@ from tasks.sources.text_calls import exit_code_failed
 NAME = "openhands"
 ROWS_NAME = "openhands-eval"
 
-SINGLE_EVENT = "one event of a session store: join the session's events into one JSON Lines file"
+SINGLE_EVENT = "one event of a session store: give the folder of all the session's events"
 """A run cannot be read out of one of its events."""
 
 _BOOKKEEPING = ("system", "recall", "change_agent_state", "null", "condensation_request", "pause")
@@ -33,6 +33,14 @@ _NO_ARGUMENTS = (
 
 def _is_event(value: Any) -> bool:
     return isinstance(value, dict) and ("action" in value or "observation" in value) and "role" not in value
+
+
+def is_single_event(document: Document) -> bool:
+    """Whether a document is one event of a session that is kept as one file an event (V0, or V1 of the SDK)."""
+    event = document.value
+    if not isinstance(event, dict) or "source" not in event or "role" in event or "history" in event:
+        return False
+    return _is_event(event) or ("kind" in event and "id" in event)
 
 
 def _history(row: dict[str, Any]) -> list[Any] | None:

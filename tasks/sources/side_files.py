@@ -113,8 +113,10 @@ def _is_predictions(value: dict[str, Any]) -> bool:
 
 def read_side_file(document: Document) -> list[SideFact] | None:
     """What the file says about runs; None when it is no side file. An empty list: a side file with nothing to join."""
-    path = PurePosixPath(document.path)
     value = document.value
+    if isinstance(value, list):
+        return None
+    path = PurePosixPath(document.path)
     if document.kind == "text":
         number = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*", value) if len(value) < 64 else None
         return _reward(float(number.group(1)), path) if number else None
