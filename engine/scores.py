@@ -44,6 +44,11 @@ def check_positions(input_ids_BT: Tensor, rows_P: Tensor, positions_P: Tensor) -
         raise ValueError(f"scored rows span {int(rows_P.min())}..{int(rows_P.max())}, batch has {n_rows}")
 
 
+def is_right_padded(attention_mask_BT: Tensor) -> bool:
+    """Whether each row is ones, then zeros (or ones alone)."""
+    return bool((attention_mask_BT[:, 1:] <= attention_mask_BT[:, :-1]).all())
+
+
 def _chunk_logprobs(hidden_CD: Tensor, targets_C: Tensor, head: nn.Module) -> Tensor:
     logits_CV = head(hidden_CD)
     if logits_CV.dtype != torch.float64:
@@ -78,7 +83,13 @@ def token_logprobs(
     """
     check_positions(input_ids_BT, rows_P, positions_P)
     decoder, head = split_head(model)
-    hidden_BTD = decoder(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False).last_hidden_state
+    hidden_BTD = decoder(
+        input_ids=input_ids_BT,
+        # what stands to the right of a token never reaches it: with a right mask, causal attention is already exact,
+        # and without a mask the attention kernel runs its faster causal path
+        attention_mask=None if is_right_padded(attention_mask_BT) else attention_mask_BT,
+        use_cache=False,
+    ).last_hidden_state
     hidden_PD = hidden_BTD[rows_P, positions_P - 1]
     return chunked_logprobs(hidden_PD, input_ids_BT[rows_P, positions_P], head, chunk_positions)
 
