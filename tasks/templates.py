@@ -44,6 +44,8 @@ class Template:
     name: str
     header: str
     header_plain: str
+    n_outside: int  # characters of the header that stand before the marked range
+    n_outside_plain: int
     tail: str
     stop_token: str
     reasoning_open: str | None  # None: the template has no reasoning block
@@ -56,16 +58,16 @@ class Template:
         return self.reasoning_open is not None
 
     def body_start(self, text: str, marked: tuple[int, int], *, reasons: bool) -> int:
-        """Where the model's own output begins: the header can end before, in or at the start of the marked range.
+        """Where the model's own output begins.
 
         Raises:
             RenderError: the turn does not begin with the generation prompt.
         """
-        for header in (self.header,) if reasons else (self.header_plain, self.header):
-            for n_inside in range(len(header), -1, -1):
-                start = marked[0] - (len(header) - n_inside)
-                if start >= 0 and text.startswith(header, start) and start + len(header) <= marked[1]:
-                    return start + len(header)
+        headers = [(self.header_plain, self.n_outside_plain), (self.header, self.n_outside)]
+        for header, n_outside in headers[reasons:]:
+            start = marked[0] - n_outside
+            if start >= 0 and text.startswith(header, start) and start + len(header) <= marked[1]:
+                return start + len(header)
         raise RenderError("an assistant turn does not begin with the generation prompt")
 
 
@@ -155,11 +157,14 @@ def _probe(jinja: Jinja, name: str, special: re.Pattern[str]) -> Template:
     stop = special.search(tail)
     if stop is None:
         raise RenderError("an assistant turn does not end with a stop token")
+    with_reasoning, with_reasoning_marked = turn(content="probe answer", reasoning_content="probe reason")
     template = Template(
         jinja=jinja,
         name=name,
         header=header(True),
         header_plain=header(False),
+        n_outside=_n_outside(with_reasoning, with_reasoning_marked, header(True)),
+        n_outside_plain=_n_outside(text, marked, header(False), header(True)),
         tail=tail,
         stop_token=stop.group(),
         reasoning_open=None,
@@ -167,8 +172,8 @@ def _probe(jinja: Jinja, name: str, special: re.Pattern[str]) -> Template:
         call_open=None,
         special=special,
     )
-    text, marked = turn(content="probe answer", reasoning_content="probe reason")
-    before, found, after = text[template.body_start(text, marked, reasons=True) : marked[1]].partition("probe reason")
+    start = template.body_start(with_reasoning, with_reasoning_marked, reasons=True)
+    before, found, after = with_reasoning[start : with_reasoning_marked[1]].partition("probe reason")
     if found:
         template = replace(template, reasoning_open=before, reasoning_close=after.partition("probe answer")[0])
     call = {"type": "function", "id": "call00000", "function": {"name": "probe_tool", "arguments": "{}"}}
@@ -176,6 +181,16 @@ def _probe(jinja: Jinja, name: str, special: re.Pattern[str]) -> Template:
     start = template.body_start(text, marked, reasons=False)
     call_open, found, _ = text[start : marked[1]].partition("probe_tool")
     return replace(template, call_open=call_open if found else None)
+
+
+def _n_outside(text: str, marked: tuple[int, int], *headers: str) -> int:
+    """How much of a turn's header stands before the marked range: the range can begin before, in or after it."""
+    for header in headers:
+        for n_outside in range(len(header) + 1):
+            start = marked[0] - n_outside
+            if start >= 0 and text.startswith(header, start) and start + len(header) <= marked[1]:
+                return n_outside
+    raise RenderError("an assistant turn does not begin with the generation prompt")
 
 
 def check_prefix(

