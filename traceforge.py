@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.console import Commands, console, emit, stage_names
+from flows.console import Commands, console, emit, only_config, stage_names
 from schemas.requests import StageName
 
 _OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
@@ -33,7 +33,7 @@ def _run(until: StageName, config: Path, overrides: list[str], refresh: list[str
 
 @app.command()
 def demo(
-    tasks: Annotated[int, typer.Option(help="tasks to make sample runs of")] = 8,
+    tasks: Annotated[int, typer.Option(help="tasks to make sample runs of")] = 14,
     seed: Annotated[int, typer.Option(help="of the sample runs")] = 0,
     json: Json = False,
 ) -> None:
@@ -67,9 +67,25 @@ def run(config: Config, set_: Set, refresh: Refresh, json: Json = False, verbose
 
 
 @app.command()
-def ingest(config: Config, set_: Set, refresh: Refresh, json: Json = False, verbose: Verbose = False) -> None:
-    """Log files to runs of one shape. Reads source.paths; writes trajectories.arrow into the store."""
-    _run("ingest", config, set_, refresh, json, verbose)
+def ingest(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="logs (with --out), or one configuration")],
+    set_: Set,
+    refresh: Refresh,
+    out: Annotated[Path | None, typer.Option(help="folder for trajectories.arrow, ingest.json and ingest.md")] = None,
+    format: Annotated[str, typer.Option(help="a log format's name; else found by content")] = "auto",
+    no_redact: Annotated[bool, typer.Option("--no-redact", help="keep secrets and personal data")] = False,
+    dedupe: Annotated[str, typer.Option(help="exact, near or off")] = "exact",
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Log files to runs of one shape. Reads PATH..., or a TOML file's source.paths; writes --out, or its store."""
+    if out is None:
+        _run("ingest", only_config(paths), set_, refresh, json, verbose)
+        return
+    from flows.ingest_logs import ingest_logs
+
+    report = ingest_logs(paths, out, source_format=format, redact=not no_redact, dedupe=dedupe)
+    emit(report, json, report.text())
 
 
 @app.command()
@@ -134,14 +150,14 @@ def inspect(
 @app.command()
 def export(
     table: Annotated[Path, typer.Argument(help="a trajectories table (.arrow) of the store")],
-    out: Annotated[Path, typer.Argument(help="where to write")],
-    to: Annotated[str, typer.Option(help="atif, openai or sharegpt")] = "openai",
+    out: Annotated[Path, typer.Option(help="a JSON Lines file; for atif a folder")],
+    format: Annotated[str, typer.Option(help="atif, openai or sharegpt")] = "openai",
     json: Json = False,
 ) -> None:
-    """Runs in another tool's format; each can be ingested again. Reads TABLE; writes OUT."""
+    """Runs in another tool's format; each can be ingested again. Reads TABLE; writes --out."""
     from flows.look import export_runs
 
-    report = export_runs(table, out, to)
+    report = export_runs(table, out, format)
     emit(report, json, f"{report.n_runs} runs: {report.out}")
 
 

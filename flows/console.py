@@ -5,6 +5,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import cast, get_args
 
 import typer
@@ -31,6 +32,17 @@ def stage_names(given: list[str]) -> tuple[StageName, ...]:
         if name not in known:
             raise UserError(f"no stage {name!r}", where="--refresh", fix=f"one of {', '.join(known)}")
     return cast("tuple[StageName, ...]", tuple(given))
+
+
+def only_config(paths: list[str]) -> Path:
+    """The one configuration among the arguments of a command that takes logs as well.
+
+    Raises:
+        UserError: they are logs.
+    """
+    if len(paths) == 1 and paths[0].endswith(".toml"):
+        return Path(paths[0])
+    raise UserError("logs need a folder to write to", where=paths[0], fix="add --out DIR, or give one .toml file")
 
 
 def emit(result: BaseModel, as_json: bool, text: str = "") -> None:

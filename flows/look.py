@@ -47,7 +47,7 @@ def export_runs(table: Path, out: Path, target: str) -> ExportReport:
         UserError: no such format, or the table cannot be read.
     """
     if target not in get_args(Format):
-        raise UserError(f"no format {target!r}", where="--to", fix=f"one of {', '.join(get_args(Format))}")
+        raise UserError(f"no format {target!r}", where="--format", fix=f"one of {', '.join(get_args(Format))}")
     try:
         n_runs = export(table, out, cast("Format", target))
     except ArtifactError as error:
