@@ -1,15 +1,21 @@
 """How fast and in how much memory logs are ingested: `python -m benchmarks.ingest --gb 1 5`.
 
-A corpus of mini-swe-agent runs is generated (about a third conversation, the rest copies and metadata, as in real
-files; every run different). Each measurement is a process of its own: `json.loads` over the same bytes, ingestion, and
-ingestion again with nothing changed. Speed is bytes on disk over CPU time of that process, so a busy machine does not
-change it; peak memory is the process's own.
+Two corpora of mini-swe-agent 1.1 files, every run different. `generated`: half conversation, the rest copies of it, and
+nothing to redact; a hard case, since real files hold three parts of other things to one of conversation. `--real
+FOLDER`: the runs in FOLDER again and again, under other names and with other first messages; they have addresses and
+home directories to redact.
+
+Each measurement is a process of its own: `json.loads` over the same bytes before and after ingestion (the mean of both
+counts), and ingestion again with nothing changed. Speed is bytes on disk over CPU time, so that a busy machine changes
+it little; what a process pays once (imports, compiled patterns) is measured on a few runs before, and not counted. Peak
+memory is the process's own.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -58,20 +64,36 @@ def make_run(rng: random.Random, number: int) -> dict[str, Any]:
     }
 
 
-def make_corpus(folder: Path, n_bytes: int, seed: int = 0) -> int:
-    """Writes runs until `n_bytes` are reached; 200 different bodies, each repeated under another name and task.
+def _generated(rng: random.Random) -> list[bytes]:
+    return [json.dumps(make_run(rng, 10_000_000 + number), indent=2).encode() for number in range(200)]
+
+
+def _real(folder: Path) -> list[bytes]:
+    """The mini-swe-agent 1.1 runs of at least 50 kB below a folder, each with a place for another name and task."""
+    bodies = []
+    for path in sorted(folder.rglob("*.json")):
+        data = path.read_bytes()
+        if len(data) >= 50_000 and b'"mini-swe-agent-1.1"' in data:
+            number = str(10_000_000 + len(bodies)).encode()
+            data = re.sub(rb'("instance_id": *")[^"]*', rb"\g<1>owner__project-" + number, data)
+            bodies.append(re.sub(rb'("role": *"user",\s*"content": *")', rb"\g<1>Run " + number + b". ", data, count=1))
+    if not bodies:
+        raise SystemExit(f"{folder}: no mini-swe-agent runs")
+    return bodies
+
+
+def make_corpus(folder: Path, n_bytes: int, bodies: list[bytes]) -> int:
+    """Writes runs until `n_bytes` are reached; each body is repeated under another name and task.
 
     Returns:
         the number of files.
     """
-    rng = random.Random(seed)
-    bodies = [json.dumps(make_run(rng, 10_000_000 + number), indent=2).encode() for number in range(200)]
     written = n_files = 0
     while written < n_bytes:
         original = str(10_000_000 + n_files % len(bodies)).encode()
         data = bodies[n_files % len(bodies)].replace(original, str(20_000_000 + n_files).encode())
         path = folder / f"part-{n_files // 1000:04d}" / f"run-{n_files:07d}.traj.json"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(data)
         written += len(data)
         n_files += 1
@@ -89,11 +111,13 @@ def _measure_json(folder: Path) -> dict[str, Any]:
     return {"n_bytes": n_bytes, "cpu_s": n_seconds}
 
 
-def _measure_ingest(folder: Path, store: Path) -> dict[str, Any]:
+def _measure_ingest(folder: Path, store: Path, few: Path) -> dict[str, Any]:
     from artifacts.store import Store
     from schemas.config import SourceConfig
     from tasks.ingest import ingest
 
+    with tempfile.TemporaryDirectory() as other:
+        ingest(SourceConfig(paths=(str(few),)), Store(other))  # what a process pays once
     started, cpu = time.perf_counter(), time.process_time()
     result = ingest(SourceConfig(paths=(str(folder),)), Store(store))
     return {
@@ -110,16 +134,18 @@ def _child(*arguments: str) -> dict[str, Any]:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def measure(size_gb: float, scratch: Path) -> dict[str, Any]:
+def measure(size_gb: float, scratch: Path, corpus: str, bodies: list[bytes]) -> dict[str, Any]:
     """All numbers for one corpus size."""
-    folder, store = scratch / "logs", scratch / "store"
-    folder.mkdir()
-    n_files = make_corpus(folder, int(size_gb * GB))
-    plain = _child("json", str(folder))
-    first = _child("ingest", str(folder), str(store))
-    again = _child("ingest", str(folder), str(store))
-    n_bytes = plain["n_bytes"]
+    folder, store, few = scratch / "logs", scratch / "store", scratch / "few"
+    n_files = make_corpus(folder, int(size_gb * GB), bodies)
+    make_corpus(few, 1_000_000, bodies)
+    before = _child("json", str(folder))
+    first = _child("ingest", str(folder), str(store), str(few))
+    after = _child("json", str(folder))
+    again = _child("ingest", str(folder), str(store), str(few))
+    n_bytes, plain = before["n_bytes"], {"cpu_s": (before["cpu_s"] + after["cpu_s"]) / 2}
     return {
+        "corpus": corpus,
         "gb": n_bytes / GB,
         "n_files": n_files,
         "json_mb_per_s": n_bytes / plain["cpu_s"] / 1e6,
@@ -140,21 +166,25 @@ def main() -> None:
     parser.add_argument(
         "--scratch", type=Path, help="folder for the corpus and the store; a temporary one if not given"
     )
+    parser.add_argument("--real", type=Path, metavar="FOLDER", help="repeat the runs below FOLDER")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         kind, folder, *rest = arguments.child
-        result = _measure_json(Path(folder)) if kind == "json" else _measure_ingest(Path(folder), Path(rest[0]))
+        result = _measure_json(Path(folder)) if kind == "json" else _measure_ingest(Path(folder), *map(Path, rest))
         print(json.dumps(result))
         return
+    bodies = _real(arguments.real) if arguments.real else _generated(random.Random(0))
+    corpus = "real" if arguments.real else "generated"
     rows = []
     for size in arguments.gb:
         scratch = Path(tempfile.mkdtemp(prefix="ingest-", dir=arguments.scratch))
         try:
-            rows.append(measure(size, scratch))
+            rows.append(measure(size, scratch, corpus, bodies))
         finally:
             shutil.rmtree(scratch)
-        print(json.dumps({key: round(value, 3) for key, value in rows[-1].items()}), flush=True)
+        shown = {key: value if isinstance(value, str) else round(value, 3) for key, value in rows[-1].items()}
+        print(json.dumps(shown), flush=True)
     if len(rows) > 1:
         print(json.dumps({"ns_per_byte_last_over_first": round(rows[-1]["ns_per_byte"] / rows[0]["ns_per_byte"], 3)}))
     print(json.dumps({"cpus": os.cpu_count(), "python": sys.version.split()[0]}))

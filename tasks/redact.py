@@ -50,6 +50,8 @@ class _Rule:
     kind: str
     trigger: str
     find: Callable[[str], Spans]
+    hints: tuple[str, ...] = ()
+    """A text in which the trigger matches holds one of these; empty: nothing so simple is known."""
 
 
 def _matches(*patterns: re.Pattern[str]) -> Callable[[str], Spans]:
@@ -164,8 +166,8 @@ def _rules() -> tuple[tuple[_Rule, ...], hyperscan.Database]:
         _library(BasicAuthDetector, r"://[^:/?#\s]+:[^:/?#\s]+@"),
         _Rule("token", r"(?:sk-|github_pat_|hf_|npm_|AIza|ya29\.)[A-Za-z0-9_-]{20}", _matches(*_PLAIN_TOKENS)),
         _Rule("assigned_secret", _SECRET_NAME + "[A-Za-z0-9+/_.~-]{16}", _assigned_values),
-        _Rule("email", r"@[A-Za-z0-9.-]+\.[A-Za-z]", _emails),
-        _Rule("home_directory", r"/home/\w|[/\\]Users[/\\]", _home_users),
+        _Rule("email", r"@[A-Za-z0-9.-]+\.[A-Za-z]", _emails, ("@",)),
+        _Rule("home_directory", r"/home/\w|[/\\]Users[/\\]", _home_users, ("/home/", "Users")),
     )
     triggers = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
     triggers.compile(
@@ -188,6 +190,8 @@ class Redactor:
     _numbers: Counter[str] = field(default_factory=Counter)
     _scratch: hyperscan.Scratch = field(default_factory=lambda: hyperscan.Scratch(_rules()[1]))
     """What a scan needs to itself: threads have a redactor each."""
+    _hints: tuple[str, ...] = ("",)
+    """A text without any of these has nothing to replace."""
 
     def _triggered(self, text: str) -> list[int]:
         """Indices of the rules whose trigger matches, in order."""
@@ -210,7 +214,7 @@ class Redactor:
 
     def find(self, text: str) -> list[tuple[int, int, str]]:
         """(start, end, placeholder) of what is to be replaced: in order, without overlap."""
-        triggered = self._triggered(text)
+        triggered = self._triggered(text) if any(hint in text for hint in self._hints) else []
         if not triggered:
             return []
         # an escape before a value (\nalice@...) is no part of it; blanks of equal length keep the offsets
@@ -247,8 +251,11 @@ class Redactor:
 
     def run(self, run: Run) -> Run:
         """The whole run with placeholders. Identities stay: they are hashes."""
-        if not self._triggered(_all_text(run)):
+        rules = [_rules()[0][index] for index in self._triggered(_all_text(run))]
+        if not rules:
             return run
+        if all(rule.hints for rule in rules):  # most often addresses or home directories, and in a few messages
+            self._hints = tuple(hint for rule in rules for hint in rule.hints)
         messages = tuple([self.message(message) for message in run.messages])
         others = {name: self.text(value) for name in _RUN_TEXTS if (value := getattr(run, name))}
         return replace(run, messages=messages, **others)

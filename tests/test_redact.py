@@ -122,3 +122,17 @@ def test_spans_move_with_the_text() -> None:
     assert moved.reasoning == "from /home/user-1"
     assert moved.tool_calls[0].arguments == '{"command": "cat /home/user-1/x"}'
     assert counts == {"email": 1, "home_directory": 3}
+
+
+@given(
+    st.lists(
+        st.sampled_from([*SECRETS, "plain", "/home/alice/x", "C:\\Users\\bob\\x", "a@b", "eve@corp.io"]), max_size=6
+    )
+)
+def test_a_run_is_redacted_as_its_texts_are(texts: list[str]) -> None:
+    messages = tuple(Message("user", "human", text) for text in texts)
+    run = Run(trajectory_id="t", task_id="k", source_format="f", source_path="p", source_sha256="s", messages=messages)
+    alone = Redactor()
+    redacted, counts = redact(run)
+    assert [message.content for message in redacted.messages] == [alone.text(text) for text in texts]
+    assert counts == alone.counts
