@@ -1,117 +1,149 @@
-"""Branch plans: who computes which branch of a pair, and in which order. All give the same gradient.
+"""Forward and backward of an accumulation window, as it was dealt. Every dealing gives the same gradient.
 
-By the chain rule dL/dθ = (dL/da_c)(da_c/dθ) + (dL/da_r)(da_r/dθ): once both scores are known, the two backward
-passes have nothing more to do with each other.
+By the chain rule dL/dθ = (dL/da_c)(da_c/dθ) + (dL/da_r)(da_r/dθ): once both scores of a pair are known, the two
+backward passes have nothing more to do with each other. So a branch can be anywhere, and only scores cross.
+No rank ever holds the graph of more than one branch (or of one pair that shares its prefix).
 
-parallel    one branch a rank. Each rank runs its forward, two scalars cross, each rank runs its backward.
-            2R ranks are R replicas: ranks 2k and 2k+1 hold the chosen and the rejected branch of replica k's pair.
-sequential  both branches on one rank: score both without a graph, then forward and backward one after the other,
-            so memory holds one branch. R ranks are R replicas.
-
-Shapes: R replicas; N pairs of one micro-batch, one per replica (fewer at the end of an epoch).
+Shapes: N pairs of one window; R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.collectives import Group, gather
+from engine.collectives import Group, gather, swap
+from engine.deal import Deal, Placed
 from engine.losses import PairLoss
 from schemas.errors import StageError
 
 Side = Literal["chosen", "rejected"]
-Plan = Literal["parallel", "sequential"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
-Score = Callable[[int, Side], Tensor]
-"""(pair index, side) -> scalar score with its graph; the same number whenever it is called within a step."""
+
+
+class PairWork(Protocol):
+    """What a window needs to know of its pairs, each named by its place in the window."""
+
+    def score(self, place: int, side: Side, /) -> Tensor:
+        """Mean log-probability of one branch, a scalar with its graph; the same number whenever it is called."""
+        ...
+
+    def score_shared(self, place: int, /) -> list[Tensor]:
+        """Those of both branches, with one graph."""
+        ...
+
+    def loss(self, place: int, chosen_1: Tensor, rejected_1: Tensor, /) -> PairLoss:
+        """Loss and slopes of one pair by its two scores."""
+        ...
+
+    def name(self, place: int, /) -> str: ...
+
+    def share(self, place: int, /) -> float:
+        """What the pair's loss is multiplied by: its weight over the pairs of the window."""
+        ...
+
+    def is_longer(self, place: int, side: Side, /) -> bool: ...
 
 
 class Outcome(NamedTuple):
-    """Loss and scores of the N pairs of a micro-batch, the same on every rank; float64 on the CPU."""
+    """Scores and losses of the window's pairs, the same on every rank (float64, CPU), and how the time went."""
 
     loss_N: Tensor
     chosen_N: Tensor
     rejected_N: Tensor
+    idle_share: float
+    extras_K: Tensor
+    """The numbers every rank gave along, summed over the ranks."""
 
 
-def n_replicas(plan: Plan, world_size: int) -> int:
-    """How many pairs are worked on at once.
+class _Rank:
+    """This rank's part of a window: what it scored, and how long it waited for others."""
 
-    Raises:
-        StageError: the plan cannot use that many ranks.
-    """
-    if plan == "sequential":
-        return world_size
-    if world_size % 2:
-        raise StageError(f"plan parallel needs an even number of ranks, got {world_size}")
-    return world_size // 2
+    def __init__(self, group: Group, work: PairWork, n_pairs: int) -> None:
+        self.group, self.work, self.waited_s = group, work, 0.0
+        self.scores_2N = torch.zeros(2, n_pairs, dtype=torch.float64)
+        self.losses_N = torch.zeros(n_pairs, dtype=torch.float64)
+
+    def _loss(self, placed: Placed, chosen: float, rejected: float) -> dict[Side, float]:
+        """The slope of each side's score, with the pair's share in it; checks and records the loss."""
+        scores = (torch.tensor([value], dtype=torch.float64) for value in (chosen, rejected))
+        result = self.work.loss(placed.place, *scores)
+        loss = float(result.loss_N)
+        if not torch.isfinite(torch.tensor([chosen, rejected, loss])).all():
+            raise StageError(
+                f"pair {self.work.name(placed.place)} is not finite: chosen {chosen:.6g}, rejected {rejected:.6g}, "
+                f"loss {loss:.6g}; training stopped before this step"
+            )
+        if self.group.rank == placed.chosen_rank:
+            self.losses_N[placed.place] = loss
+        share = self.work.share(placed.place)
+        return {"chosen": float(result.d_chosen_N) * share, "rejected": float(result.d_rejected_N) * share}
+
+    def split(self, placed: Placed) -> None:
+        own: Side = "chosen" if self.group.rank == placed.chosen_rank else "rejected"
+        peer = placed.rejected_rank if own == "chosen" else placed.chosen_rank
+        scored = self.work.score(placed.place, own)
+        value = float(scored.detach())
+        started = time.perf_counter()
+        other = swap(self.group, peer, value)
+        self.waited_s += time.perf_counter() - started
+        slopes = self._loss(placed, *((value, other) if own == "chosen" else (other, value)))
+        self.scores_2N[SIDES.index(own), placed.place] = value
+        scored.backward(scored.new_tensor(slopes[own]))
+
+    def whole(self, placed: Placed) -> None:
+        longer: Side = "chosen" if self.work.is_longer(placed.place, "chosen") else "rejected"
+        shorter: Side = "rejected" if longer == "chosen" else "chosen"
+        with torch.no_grad():
+            values = {shorter: float(self.work.score(placed.place, shorter))}
+        scored = self.work.score(placed.place, longer)
+        values[longer] = float(scored.detach())
+        slopes = self._loss(placed, values["chosen"], values["rejected"])
+        scored.backward(scored.new_tensor(slopes[longer]))
+        del scored
+        again = self.work.score(placed.place, shorter)
+        again.backward(again.new_tensor(slopes[shorter]))
+        for row, side in enumerate(SIDES):
+            self.scores_2N[row, placed.place] = values[side]
+
+    def shared(self, placed: Placed) -> None:
+        scored = self.work.score_shared(placed.place)
+        values = [float(score.detach()) for score in scored]
+        slopes = self._loss(placed, *values)
+        torch.autograd.backward(
+            scored, [score.new_tensor(slopes[side]) for score, side in zip(scored, SIDES, strict=True)]
+        )
+        self.scores_2N[:, placed.place] = torch.tensor(values, dtype=torch.float64)
 
 
-def _own_work(plan: Plan, group: Group, pairs: Sequence[int]) -> list[tuple[int, Side]]:
-    """(place in the micro-batch, side) of each branch that this rank computes."""
-    if plan == "sequential":
-        return [(group.rank, side) for side in SIDES] if group.rank < len(pairs) else []
-    place, side = divmod(group.rank, 2)
-    return [(place, SIDES[side])] if place < len(pairs) else []
-
-
-def step(
-    plan: Plan,
-    group: Group,
-    pairs: Sequence[int],
-    shares_N: Tensor,
-    score: Score,
-    loss: Callable[[Tensor, Tensor], PairLoss],
-    name_of: Callable[[int], str],
-) -> Outcome:
-    """Forward and backward of one micro-batch; adds this rank's part of the gradient to the parameters' `.grad`.
+def run_window(group: Group, dealt: Deal, work: PairWork, extras: Callable[[], list[float]]) -> Outcome:
+    """Adds this rank's part of the window's gradient to the parameters' `.grad`.
 
     Args:
-        pairs: indices of the N pairs, one per replica.
-        shares_N: what each pair's loss is multiplied by (its weight over the pairs of the accumulation window).
+        extras: called when this rank's part is done; its numbers are summed over the ranks.
 
     Raises:
-        StageError: a score or a loss is not finite; names the pair. Nothing has been added to the gradient then.
+        StageError: a score or a loss is not finite; names the pair.
         PeerLostError: another rank died.
     """
-    work = _own_work(plan, group, pairs)
-    with_graph = plan == "parallel"
-    scores_2N = torch.zeros(2, len(pairs), dtype=torch.float64)
-    held: list[Tensor] = []
-    for place, side in work:
-        with torch.set_grad_enabled(with_graph):
-            own = score(pairs[place], side)
-        held.append(own)
-        scores_2N[SIDES.index(side), place] = own.detach().to("cpu", torch.float64)
-    # every entry is one rank's, zero elsewhere: the sum over ranks is the table of all scores
-    chosen_N, rejected_N = gather(group, scores_2N.flatten()).sum(0).view_as(scores_2N)
-    result = loss(chosen_N, rejected_N)
-    for place, index in enumerate(pairs):
-        values = torch.stack([chosen_N[place], rejected_N[place], result.loss_N[place]])
-        if not torch.isfinite(values).all():
-            raise StageError(
-                f"pair {name_of(index)} is not finite: chosen {values[0]:.6g}, rejected {values[1]:.6g}, "
-                f"loss {values[2]:.6g}; training stopped before this step"
-            )
-    for (place, side), own in zip(work, held, strict=True):
-        scored = own if with_graph else score(pairs[place], side)
-        slopes_N = result.d_chosen_N if side == "chosen" else result.d_rejected_N
-        scored.backward((slopes_N[place] * shares_N[place]).to(scored))
-    return Outcome(result.loss_N, chosen_N, rejected_N)
-
-
-@torch.no_grad()
-def score_all(plan: Plan, group: Group, n_pairs: int, score: Score) -> tuple[Tensor, Tensor]:
-    """Scores of all pairs without a graph, dealt to the ranks as in training: (chosen, rejected), each [n_pairs]."""
-    scores_2N = torch.zeros(2, n_pairs, dtype=torch.float64)
-    replicas = n_replicas(plan, group.world_size)
-    for first in range(0, n_pairs, replicas):
-        pairs = range(first, min(first + replicas, n_pairs))
-        for place, side in _own_work(plan, group, pairs):
-            scores_2N[SIDES.index(side), pairs[place]] = score(pairs[place], side).to("cpu", torch.float64)
-    chosen_N, rejected_N = gather(group, scores_2N.flatten()).sum(0).view_as(scores_2N)
-    return chosen_N, rejected_N
+    n_pairs = len(dealt.placed)
+    rank = _Rank(group, work, n_pairs)
+    started = time.perf_counter()
+    for placed in dealt.placed:
+        if group.rank in (placed.chosen_rank, placed.rejected_rank):
+            getattr(rank, placed.mode)(placed)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    elapsed_s = time.perf_counter() - started
+    times = torch.tensor([elapsed_s - rank.waited_s, elapsed_s], dtype=torch.float64)
+    own_K = torch.tensor(extras(), dtype=torch.float64)
+    all_RK = gather(group, torch.cat([rank.scores_2N.flatten(), rank.losses_N, times, own_K]))
+    # an entry of the scores and losses is one rank's, zero elsewhere: the sum over the ranks is the whole table
+    scores_2N, losses_N = all_RK[:, : 2 * n_pairs].sum(0).view(2, n_pairs), all_RK[:, 2 * n_pairs : 3 * n_pairs].sum(0)
+    busy_s, elapsed_s = all_RK[:, 3 * n_pairs].sum(), all_RK[:, 3 * n_pairs + 1].max()
+    idle_share = float(1 - busy_s / (group.world_size * elapsed_s))
+    return Outcome(losses_N, scores_2N[0], scores_2N[1], idle_share, all_RK[:, 3 * n_pairs + 2 :].sum(0))

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,7 @@ class Group:
     world_size: int = 1
     backend: str = "none"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    launch: Launch = field(default_factory=lambda: Launch())
 
 
 def take_launch() -> Launch:
@@ -80,16 +82,22 @@ def take_launch() -> Launch:
     )
 
 
-def open_group(launch: Launch, device: torch.device, *, timeout_s: float = 1800.0) -> Group:
-    """Joins the other ranks: NCCL when this rank owns a CUDA device, gloo otherwise.
+def group_of(launch: Launch, device: torch.device) -> Group:
+    """This process among the ranks, not joined yet: NCCL when it owns a CUDA device, gloo otherwise."""
+    if launch.world_size == 1:
+        return Group(device=device)
+    return Group(launch.rank, launch.world_size, "nccl" if device.type == "cuda" else "gloo", device, launch)
+
+
+def join(group: Group, *, timeout_s: float = 1800.0) -> None:
+    """Meets the other ranks, once. The model is loaded before: unsloth takes a process group for one it should use.
 
     Raises:
         PeerLostError: the others did not come within the time-out.
     """
-    if launch.world_size == 1:
-        return Group(device=device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
+    if group.world_size == 1 or dist.is_initialized():
+        return
+    launch, timeout = group.launch, timedelta(seconds=timeout_s)
     try:
         store = TCPStore(
             launch.host,
@@ -99,7 +107,7 @@ def open_group(launch: Launch, device: torch.device, *, timeout_s: float = 1800.
             timeout=timeout,
         )
         dist.init_process_group(
-            backend,
+            group.backend,
             store=PrefixStore(f"traceforge/{launch.attempt}", store),
             rank=launch.rank,
             world_size=launch.world_size,
@@ -107,11 +115,10 @@ def open_group(launch: Launch, device: torch.device, *, timeout_s: float = 1800.
         )
     except (RuntimeError, dist.DistError) as error:
         raise PeerLostError(f"rank {launch.rank} could not reach the other ranks: {error}") from error
-    return Group(launch.rank, launch.world_size, backend, device)
 
 
-def close_group(group: Group) -> None:
-    if group.world_size > 1:
+def leave(group: Group) -> None:
+    if group.world_size > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -136,34 +143,57 @@ def gather(group: Group, values_K: Tensor) -> Tensor:
     return all_RK.cpu()
 
 
-def sum_gradients(group: Group, parameters: Sequence[nn.Parameter], flags_K: Tensor) -> Tensor:
+def swap(group: Group, peer: int, value: float) -> float:
+    """Gives a number to another rank and returns the one it gives; float64.
+
+    Raises:
+        PeerLostError: that rank died.
+    """
+    own = torch.tensor([value], dtype=torch.float64, device=group.device)
+    other = torch.empty_like(own)
+    try:
+        for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, other, peer)]):
+            request.wait()
+        return float(other)
+    except (RuntimeError, dist.DistError) as error:
+        raise _lost(group, error) from error
+
+
+def sum_gradients(group: Group, parameters: Sequence[nn.Parameter]) -> None:
     """Replaces every gradient by its SUM over the ranks, through one flat buffer.
 
     The loss of a pair is one function of both branches, so the parts add up: an average would halve the step.
 
-    Args:
-        flags_K: numbers that travel along and are summed too (wishes to stop), at no cost of another exchange.
-
-    Returns:
-        the summed flags, on the CPU.
-
     Raises:
         PeerLostError: a rank died.
     """
-    flat_G = torch.cat(
-        [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters]
-        + [flags_K.to(group.device, parameters[0].dtype)]
-    )
-    if group.world_size > 1:
-        try:
-            dist.all_reduce(flat_G, op=dist.ReduceOp.SUM)
-        except (RuntimeError, dist.DistError) as error:
-            raise _lost(group, error) from error
+    if group.world_size == 1:
+        return
+    flat_G = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
+    try:
+        dist.all_reduce(flat_G, op=dist.ReduceOp.SUM)
+    except (RuntimeError, dist.DistError) as error:
+        raise _lost(group, error) from error
     start = 0
     for parameter in parameters:
         parameter.grad = flat_G[start : start + parameter.numel()].view_as(parameter)
         start += parameter.numel()
-    return flat_G[start:].cpu()
+
+
+def gather_objects(group: Group, own: Any) -> list[Any]:
+    """What every rank gave, in rank order.
+
+    Raises:
+        PeerLostError: a rank died.
+    """
+    everyone: list[Any] = [own]
+    if group.world_size > 1:
+        everyone = [None] * group.world_size
+        try:
+            dist.all_gather_object(everyone, own)
+        except (RuntimeError, dist.DistError) as error:
+            raise _lost(group, error) from error
+    return everyone
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -180,16 +210,10 @@ def compare_digests(group: Group, digests: Mapping[str, str], what: str) -> None
         StageError: digests differ; names the first of them.
         PeerLostError: a rank died.
     """
-    if group.world_size == 1:
-        return
-    everyone: list[dict[str, str] | None] = [None] * group.world_size
-    try:
-        dist.all_gather_object(everyone, dict(digests))
-    except (RuntimeError, dist.DistError) as error:
-        raise _lost(group, error) from error
-    first = everyone[0] or {}
+    everyone = gather_objects(group, dict(digests))
+    first = everyone[0]
     for rank, other in enumerate(everyone):
-        names = sorted(set(first) | set(other or {}))
-        different = [name for name in names if first.get(name) != (other or {}).get(name)]
+        names = sorted(set(first) | set(other))
+        different = [name for name in names if first.get(name) != other.get(name)]
         if different:
             raise StageError(f"ranks 0 and {rank} differ {what}: {different[0]} ({len(different)} in all)")

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from peft import PeftModel
 
-from engine.collectives import Group
+from engine.collectives import Group, join
 from engine.data import BranchTable, Pair, collate, length_bucketed, read_pairs, to_device
 from engine.loading import check_origin, load_base
-from engine.scores import Scorer, token_logprobs
+from engine.scorers import memory_advice, open_engine
+from engine.scores import Scorer
 from schemas.config import EvaluateConfig
 from schemas.reports import BucketScore, EvalReport, ModelScore
 from schemas.spec import TrainSpec
@@ -139,7 +140,7 @@ def _selected(model: torch.nn.Module, name: str) -> contextlib.AbstractContextMa
     return contextlib.nullcontext()
 
 
-def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scorer = token_logprobs) -> EvalReport:
+def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scorer | None = None) -> EvalReport:
     """Scores the base model (adapter off) and every adapter of the spec.
 
     An empty held-out side is not an error: the values are None and `settings` says so.
@@ -157,13 +158,18 @@ def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scor
     for adapter in spec.adapters.values():
         check_origin(adapter, spec.model)
 
-    model = _load_all(spec, max(branches[name].n_tokens for name in names), group) if names else None
+    engine = model = None
+    if names:
+        engine = open_engine(spec, branches, names, group, optimizer=None, accumulating=False)
+        model = _load_all(spec, engine.longest_tokens, group)
+    join(group)
     found: list[ModelScore] = []
     for name in ("base", *spec.adapters):
         scores: dict[str, BranchScore] = {}
-        if model is not None:
-            with _selected(model, name):
-                scores = score_branches(model, branches, names, config.tokens_per_micro_batch, group, scorer)
+        if model is not None and engine is not None:
+            with _selected(model, name), memory_advice(engine, group.device):
+                budget = config.tokens_per_micro_batch
+                scores = score_branches(model, branches, names, budget, group, scorer or engine.scorer)
         result = model_score(cast("ModelName", name), scores, resolved, pairs, config)
         print(
             f"evaluate {name}: nll {result.nll_per_action_token}, pair accuracy {result.pair_accuracy}, "
@@ -171,7 +177,11 @@ def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scor
             flush=True,
         )
         found.append(result)
-    note = {} if names else {"heldout": "empty: no held-out resolved run and no held-out pair, so nothing was scored"}
+    note = (
+        engine.settings(model)
+        if engine
+        else {"heldout": "empty: no held-out resolved run and no held-out pair, so nothing was scored"}
+    )
     return EvalReport(
         models=tuple(found),
         n_heldout_tasks=len({task for _, task, _ in heldout}),

@@ -37,12 +37,6 @@ def load_base(model: Ref, config: ModelConfig, device: torch.device, max_tokens:
     Raises:
         UserError: the folder has no weights, or the backend or quantisation is not available here.
     """
-    if config.quantization != "none" and device.type != "cuda":
-        raise UserError(
-            f"quantization {config.quantization!r} needs a CUDA device",
-            where="model.quantization",
-            fix='set it to "none" on a CPU',
-        )
     if config.backend == "unsloth":
         return _load_unsloth(model, config, max_tokens)
     quantization = {
@@ -57,7 +51,7 @@ def load_base(model: Ref, config: ModelConfig, device: torch.device, max_tokens:
     }[config.quantization]
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "attn_implementation": "sdpa"}
     if quantization is not None:
-        options |= {"quantization_config": quantization, "device_map": {"": device.index or 0}}
+        options |= {"quantization_config": quantization, "device_map": {"": device}}
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model.path, local_files_only=True, **options)
     except (OSError, ValueError) as error:
@@ -68,6 +62,10 @@ def load_base(model: Ref, config: ModelConfig, device: torch.device, max_tokens:
         ) from error
     if quantization is None:
         nn.Module.to(loaded, device)
+    for module in loaded.modules():
+        # in evaluation mode on a CPU bitsandbytes repacks its weights for a kernel that has no backward pass
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     loaded.requires_grad_(False)
     return loaded
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import torch
 import transformers
 from transformers import PrinterCallback, TrainerState, TrainingArguments
 
-from artifacts.store import write_atomically
 from engine import losses
-from engine.branches import n_replicas
-from engine.collectives import Group, compare_digests, tensor_digest
-from engine.data import BranchTable, ShuffledBatches, read_pairs
+from engine.collectives import Group, compare_digests, join, tensor_digest
+from engine.cost import cost_model
+from engine.data import BranchTable, read_pairs
+from engine.deal import describe
+from engine.health import EarlyStop, check_trackers, tracker_callbacks
 from engine.loading import load_adapter, load_base, save_adapter
-from engine.preference_trainer import PreferenceTrainer
+from engine.preference_trainer import Pairs, PreferenceTrainer
 from engine.reference_scores import reference_scores
-from engine.scores import Scorer, token_logprobs
+from engine.schedule import training_windows
+from engine.scorers import Engine, memory_advice, open_engine
+from engine.scores import Scorer
 from engine.session import (
     Checkpoints,
     StepPrinter,
@@ -34,21 +38,17 @@ from engine.session import (
     resumed_step,
     trainer_settings,
 )
+from engine.start_scores import branch_logprobs, load_logprobs, mean_margin, save_logprobs
 from schemas.config import SimpoConfig
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 
+MARGIN_PAIRS = 256
+"""At most this many training pairs, evenly spread, are scored for the margins before step 1 and after the last."""
 
-def _first_margin(trainer: PreferenceTrainer, out: Path, checkpoint: Path | None) -> float:
-    """The margin before step 1, measured once and kept for runs that resume."""
-    kept = out / "first_margin.json"
-    if checkpoint is not None and kept.is_file():
-        return float(json.loads(kept.read_text()))
-    margin = trainer.mean_margin()
-    if trainer.group.rank == 0:
-        write_atomically(kept, json.dumps(margin))
-    return margin
+MAX_PACKED_TOKENS = 16_384
+"""On a GPU: the longest pass over both tails of a pair; its block mask grows with the square."""
 
 
 def loss_of(config: SimpoConfig) -> losses.PairLossFunction:
@@ -70,91 +70,149 @@ def _frozen_sample(model: Any) -> str:
     return digest.hexdigest()
 
 
+def _max_packed_tokens(config: SimpoConfig, engine: Engine, dropout: float, group: Group) -> int:
+    """The longest shared-prefix pass, in packed tokens; 0 where it is not offered.
+
+    Raises:
+        UserError: the plan is shared_prefix, and the model, engine or adapter does not allow it.
+    """
+    sizes = engine.model_config
+    problem = None
+    if engine.name != "plain":
+        problem = f"engine {engine.name} scores one branch at a time"
+    elif dropout > 0:
+        problem = "under dropout the two branches of a pair draw different masks over their common prefix"
+    elif sizes.get("sliding_window") is not None and sizes.get("use_sliding_window", True):
+        problem = "the model attends within a sliding window"
+    if problem is None:
+        return MAX_PACKED_TOKENS if group.device.type == "cuda" else 2**31
+    if config.plan == "shared_prefix":
+        raise UserError(f"plan shared_prefix is not possible: {problem}", where="simpo.plan", fix='use "auto"')
+    return 0
+
+
+def _start_logprobs(
+    out: Path, checkpoint: Path | None, group: Group, score: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """logp_P of branches before step 1, measured once and kept for runs that resume."""
+    kept = out / "start_logprobs.json"
+    if checkpoint is not None and kept.is_file():
+        return load_logprobs(kept)
+    logps = score()
+    if group.rank == 0:
+        save_logprobs(kept, logps)
+    return logps
+
+
 def train(
-    spec: TrainSpec, config: SimpoConfig, group: Group, out: Path, stop: Stop, scorer: Scorer = token_logprobs
+    spec: TrainSpec, config: SimpoConfig, group: Group, out: Path, stop: Stop, scorer: Scorer | None = None
 ) -> TrainReport:
     """Trains from the adapter `start` into `out/adapter`, resuming from the newest whole checkpoint in `out`.
 
     Every rank calls it with the same spec; only rank 0 writes.
 
+    Args:
+        scorer: None: that of the engine which the config asks for.
+
     Raises:
-        UserError: no training pair, or an adapter of another model.
-        StageError: a score, loss or gradient is not finite (names the pair), the ranks differ (names the tensor), or a
-            signal asked to stop (after a checkpoint was saved).
+        UserError: no training pair, a branch that does not fit, or an adapter of another model.
+        StageError: a score, loss or gradient is not finite (names the pair), the ranks differ (names the tensor), a
+            checkpoint could not be written, or a signal asked to stop (after a checkpoint was saved).
         PeerLostError: another rank died.
     """
+    if config.plan == "parallel" and group.world_size % 2:
+        raise StageError(f"plan parallel needs an even number of ranks, got {group.world_size}")
+    check_trackers(config.trackers)
     branches = BranchTable(spec.branches)
-    pairs = read_pairs(spec.pairs, "train") if spec.pairs else []
-    if not pairs:
+    rows = read_pairs(spec.pairs, "train") if spec.pairs else []
+    if not rows:
         raise UserError("no pair is in the train split", where="simpo", fix="see the pair report for what was refused")
-    names = sorted({name for pair in pairs for name in (pair.chosen, pair.rejected)})
-    base = load_base(spec.model, spec.base, group.device, max(branches[name].n_tokens for name in names))
+    names = sorted({name for pair in rows for name in (pair.chosen, pair.rejected)})
+    engine = open_engine(spec, branches, names, group, optimizer=config.optimizer, accumulating=True)
+    base = load_base(spec.model, spec.base, group.device, engine.longest_tokens)
     model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
-    replicas = n_replicas(config.plan, group.world_size)
-    order = range(len(pairs))
-    batches = ShuffledBatches([order[i : i + replicas] for i in order[::replicas]], config.seed)
-    settings = trainer_settings(
-        out,
-        config.optimizer,
-        epochs=config.epochs,
-        accumulation=math.ceil(config.accumulation / replicas),
-        seed=config.seed,
-        device=group.device,
-    )
+    join(group)
+    scorer = scorer or engine.scorer
+    checkpointing = engine.name == "plain" and group.device.type == "cuda"
+    cost = cost_model(base.config.to_dict(), recomputes=checkpointing or engine.name == "long_context")
     kind = losses.LOSSES[config.loss]
     references: dict[str, float] = {}
     if kind.needs_reference:
         folder = Path(spec.reference_folder or out)
         references = reference_scores(spec, model, branches, names, group, folder, scorer)
+    pairs = Pairs(rows, branches, loss_of(config), kind, references)
+    max_packed = _max_packed_tokens(config, engine, model.peft_config["default"].lora_dropout, group)  # type: ignore[attr-defined]
+    windows = training_windows(config, len(pairs))
+    settings = trainer_settings(
+        out,
+        config.optimizer,
+        epochs=1,  # of the Trainer's: all windows of all our epochs
+        accumulation=1,
+        seed=config.seed,
+        device=group.device,
+        checkpointing=checkpointing,
+        trackers=config.trackers if group.rank == 0 else (),
+    )
     trainer = PreferenceTrainer(
-        branches=branches,
+        model=model,
         pairs=pairs,
-        batches=batches,
+        windows=windows,
+        costs=[pairs.cost(index, cost, max_packed) for index in range(len(pairs))],
         plan=config.plan,
-        loss=loss_of(config),
-        kind=kind,
-        references=references,
+        balanced=config.balanced,
         group=group,
         scorer=scorer,
         stop=stop,
-        model=model,
         args=TrainingArguments(**settings),
     )
-    pairs_per_step = settings["gradient_accumulation_steps"] * replicas
+    early_stop = EarlyStop(config.early_stop)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Checkpoints(group, model, out, config.save_steps, stop))
+    trainer.add_callback(early_stop)
     if group.rank == 0:
         trainer.add_callback(StepPrinter())
+        for callback in tracker_callbacks(spec, config.trackers):
+            trainer.add_callback(callback)
     checkpoint = latest_checkpoint(out)
     if checkpoint is not None:
         trainer.meter.restore(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history)
+    order = repr([[pairs.name(index) for index in window] for window in windows])
     compare_digests(
         group,
         {name: tensor_digest(parameter) for name, parameter in trainer.parameters.items()}
         | {
+            "the kind of device": group.device.type,
             "the base model": _frozen_sample(model),
-            "the order of pairs": batches.digest(math.ceil(config.epochs), trainer.name_of),
+            "the order of pairs": hashlib.sha256(order.encode()).hexdigest(),
             "the run spec": spec.digest(),
             "the checkpoint": checkpoint.name if checkpoint else "none",
         },
         "before step 1",
     )
-    first_margin = _first_margin(trainer, out, checkpoint)
-    if group.rank == 0:
-        print(
-            f"{config.loss}: {len(pairs)} pairs, {pairs_per_step} pairs a step, plan {config.plan} on"
-            f" {group.world_size} process(es) ({group.backend}), beta {config.beta:g}, gamma "
-            f"{config.resolved_gamma:g}, cpo_alpha {config.cpo_alpha:g}, margin before step 1 {first_margin:.4f}",
-            flush=True,
-        )
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if stop.agreed:
-        raise StageError(f"stopped on request after step {trainer.state.global_step}; a checkpoint was saved")
-    last_margin = trainer.mean_margin()
+    compared = rows[:: math.ceil(len(rows) / MARGIN_PAIRS)]
+    compared_names = sorted({name for pair in compared for name in (pair.chosen, pair.rejected)})
+    score_all = partial(branch_logprobs, model, branches, compared_names, group, scorer, cost)
+    with memory_advice(engine, group.device):
+        trainer.start_logps = _start_logprobs(out, checkpoint, group, score_all)
+        first_margin = mean_margin(trainer.start_logps, branches, compared)
+        plan_text = describe([trainer.deal_of(window) for window in windows])
+        if group.rank == 0:
+            print(
+                f"{config.loss}: {len(pairs)} pairs, {len(windows)} steps of {len(windows[0])} to {len(windows[-1])} "
+                f"pairs, {group.world_size} process(es) ({group.backend}), beta {config.beta:g}, gamma "
+                f"{config.resolved_gamma:g}, cpo_alpha {config.cpo_alpha:g}, margin before step 1 {first_margin:.4f}\n"
+                f"plan {config.plan}: {plan_text}\nengine {engine.name}: {engine.why}",
+                flush=True,
+            )
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if stop.agreed:
+            raise StageError(f"stopped on request after step {trainer.state.global_step}; a checkpoint was saved")
+        last_margin = mean_margin(score_all(), branches, compared)
     if group.rank == 0:
         save_adapter(model, out / "adapter", base_name=spec.base.name, model_sha256=spec.model.sha256, stage="simpo")
-    points = curve(trainer.state.log_history)
+    points = curve(trainer.state.log_history, config.epochs)
     first_loss, last_loss = first_and_last_loss(points)
+    idle = [point.idle_share for point in points if point.idle_share is not None]
     return TrainReport(
         stage="simpo",
         n_examples=len(pairs),
@@ -169,20 +227,22 @@ def train(
         wall_s=trainer.meter.train_s,
         world_size=group.world_size,
         backend=group.backend,
-        plan=config.plan,
+        plan=f"{config.plan}: {plan_text}",
         peak_memory_bytes=peak_memory_bytes(group.device),
+        idle_share=sum(idle) / len(idle) if idle else None,
+        stopped_early=early_stop.reason,
         resumed_from_step=resumed_step(checkpoint),
-        settings={
+        settings=engine.settings(base)
+        | {
             "device": str(group.device),
             "dtype": spec.base.dtype,
-            "attention": str(base.config._attn_implementation),
             "optimizer": config.optimizer.optimizer,
             "loss": config.loss,
             "reference": f"base model, {len(references)} branches" if references else "none",
             "beta": f"{config.beta:g}",
             "gamma": f"{config.resolved_gamma:g}",
             "cpo_alpha": f"{config.cpo_alpha:g}",
-            "pairs_per_step": str(pairs_per_step),
+            "pairs_per_step": f"{len(windows[0])} to {len(windows[-1])}",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "peft": peft.__version__,

@@ -1,36 +1,38 @@
-"""A transformers.Trainer whose training step is a branch plan.
+"""A transformers.Trainer whose training step is an accumulation window, dealt to the ranks branch by branch.
 
-The library gives the loop, schedules, accumulation, logging, checkpoints and resume; each rank's Trainer believes it
-is alone. What is ours: the step, and the SUM of the gradients over ranks before the library clips them. A window's
-loss is  sum_i w_i L_i / (pairs of the window),  also in an epoch's last, shorter one.
+The library gives the loop, schedules, logging, checkpoints and resume; each rank's Trainer believes it is alone. What
+is ours: the step (to the library a window is one batch of one epoch that holds all windows), and the SUM of the
+gradients over ranks before the library clips them. A window's loss is  sum_i w_i L_i / (pairs of the window).
 
-Shapes: N pairs of one micro-batch, one per replica.
+Shapes: N pairs of one window; P scored positions of one branch.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import Trainer
+from torch.utils.data import DataLoader, Dataset
 
 from engine import losses
-from engine.branches import Outcome, Plan, Side, score_all, step
+from engine.branches import SIDES, Outcome, Side, run_window
 from engine.collectives import Group, sum_gradients
-from engine.data import BranchTable, EpochLoader, Pair, ShuffledBatches, collate, to_device
+from engine.cost import CostModel
+from engine.data import Branch, BranchTable, Pair, collate, to_device
+from engine.deal import Deal, PairCost, Plan, deal
+from engine.health import kl_to_start
 from engine.loading import trainable_parameters
+from engine.losses import PairLoss
 from engine.scores import Scorer, branch_scores
-from engine.session import Meter, Stop, check_gradients
-
-MARGIN_PAIRS = 256
-"""At most this many training pairs are scored for the margins before the first and after the last step."""
+from engine.session import Meter, SafeSaves, Stop, check_gradients
+from engine.shared_prefix import common_prefix, shared_prefix_logprobs
 
 
 class PairIndices(Dataset[int]):
@@ -44,110 +46,184 @@ class PairIndices(Dataset[int]):
         return index
 
 
-class PreferenceTrainer(Trainer):
-    """A Trainer whose training step is a branch plan over the ranks of `group`."""
+class Pairs:
+    """The training pairs with their branches, and what their loss needs to know of each."""
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        branches: BranchTable,
+        loss: losses.PairLossFunction,
+        kind: losses.LossKind,
+        references: Mapping[str, float],
+    ) -> None:
+        self.pairs, self.branches = pairs, branches
+        self._loss, self._summed, self._references = loss, kind.score == "sum", references
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def name(self, index: int) -> str:
+        return self.pairs[index].pair_id
+
+    def branch(self, index: int, side: Side) -> Branch:
+        pair = self.pairs[index]
+        return self.branches[pair.chosen if side == "chosen" else pair.rejected]
+
+    def loss(self, index: int, chosen_1: Tensor, rejected_1: Tensor) -> PairLoss:
+        """The loss of one pair by its mean scores."""
+        sides = [self.branch(index, "chosen"), self.branch(index, "rejected")]
+        scales = [[float(side.weights_P.sum()) if self._summed else 1.0] for side in sides]
+        references = [[self._references.get(side.branch_id, 0.0)] for side in sides]
+        return losses.of_means(
+            self._loss,
+            chosen_1,
+            rejected_1,
+            scales_2N=torch.tensor(scales, dtype=torch.float64),
+            references_2N=torch.tensor(references, dtype=torch.float64),
+        )
+
+    def cost(self, index: int, model: CostModel, max_packed_tokens: int) -> PairCost:
+        """Predicted cost; without the shared pass when its packed length is above the limit."""
+        chosen, rejected = self.branch(index, "chosen"), self.branch(index, "rejected")
+        n_scored = [len(chosen.positions_P), len(rejected.positions_P)]
+        n_shared = common_prefix(chosen.token_ids_T, rejected.token_ids_T)
+        tails = chosen.n_tokens - n_shared, rejected.n_tokens - n_shared
+        shared = None
+        if n_shared + sum(tails) <= max_packed_tokens:
+            shared = model.packed(n_shared, *tails, sum(n_scored)).total
+        return PairCost(
+            model.branch(chosen.n_tokens, n_scored[0]), model.branch(rejected.n_tokens, n_scored[1]), shared
+        )
+
+
+class _Window:
+    """The pairs of one step, by their place in it (`engine.branches.PairWork`)."""
+
+    def __init__(self, trainer: PreferenceTrainer, indices: Sequence[int]) -> None:
+        self.trainer, self.pairs, self.indices = trainer, trainer.pairs, indices
+        self.kl_sum, self.n_kl = 0.0, 0
+
+    def _seed(self, place: int, side: str) -> None:
+        """Dropout depends on step, pair and side only, so that every plan draws the same masks."""
+        state = self.trainer.state.global_step
+        seed = f"{self.trainer.args.seed}/{state}/{self.name(place)}/{side}"
+        torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]))
+
+    def _mean(self, branch: Branch, logp_P: Tensor) -> Tensor:
+        start_logp_P = self.trainer.start_logps.get(branch.branch_id)
+        if logp_P.requires_grad and start_logp_P is not None:
+            kl_P = kl_to_start(torch.from_numpy(start_logp_P).to(logp_P), logp_P.detach())
+            self.kl_sum += float(kl_P.sum())
+            self.n_kl += len(kl_P)
+        return branch_scores(logp_P, torch.from_numpy(branch.weights_P).to(logp_P.device))[1]
+
+    def score(self, place: int, side: Side) -> Tensor:
+        branch = self.pairs.branch(self.indices[place], side)
+        self._seed(place, side)
+        batch = to_device(collate([branch]), self.trainer.group.device)
+        return self._mean(branch, self.trainer.scorer(self.trainer.policy, *batch[:4]))
+
+    def score_shared(self, place: int) -> list[Tensor]:
+        chosen, rejected = (self.pairs.branch(self.indices[place], side) for side in SIDES)
+        logps = shared_prefix_logprobs(self.trainer.policy, chosen, rejected, self.trainer.group.device)
+        return [self._mean(branch, logp_P) for branch, logp_P in zip((chosen, rejected), logps, strict=True)]
+
+    def loss(self, place: int, chosen_1: Tensor, rejected_1: Tensor) -> PairLoss:
+        return self.pairs.loss(self.indices[place], chosen_1, rejected_1)
+
+    def name(self, place: int) -> str:
+        return self.pairs.name(self.indices[place])
+
+    def share(self, place: int) -> float:
+        return self.pairs.pairs[self.indices[place]].weight / len(self.indices)
+
+    def is_longer(self, place: int, side: Side) -> bool:
+        other: Side = "rejected" if side == "chosen" else "chosen"
+        index = self.indices[place]
+        return self.pairs.branch(index, side).n_tokens >= self.pairs.branch(index, other).n_tokens
+
+    def extras(self) -> list[float]:
+        return [self.kl_sum, self.n_kl, float(self.trainer.stop.wanted)]
+
+
+class PreferenceTrainer(SafeSaves):
+    """Trains on windows of pairs over the ranks of `group`.
+
+    Args:
+        windows: pair indices of every optimiser step.
+        costs: predicted cost of every pair, which branches are dealt by.
+        start_logps: logp_P of branches under the policy that training started from; filled before training.
+    """
 
     def __init__(
         self,
         *,
         model: PeftModel,
-        branches: BranchTable,
-        pairs: Sequence[Pair],
-        batches: ShuffledBatches,
+        pairs: Pairs,
+        windows: Sequence[Sequence[int]],
+        costs: Sequence[PairCost],
         plan: Plan,
-        loss: losses.PairLossFunction,
-        kind: losses.LossKind,
-        references: Mapping[str, float],
+        balanced: bool,
         group: Group,
         scorer: Scorer,
         stop: Stop,
         **kwargs: Any,
     ) -> None:
         super().__init__(model=model, train_dataset=PairIndices(len(pairs)), **kwargs)
-        self.policy, self.branches, self.pairs, self.batches = model, branches, pairs, batches
-        self.loss, self.kind, self.references = loss, kind, references
+        self.policy, self.pairs, self.windows, self.costs = model, pairs, windows, costs
+        self.dealt = partial(deal, plan=plan, n_ranks=group.world_size, balanced=balanced)
         self.group, self.scorer, self.stop = group, scorer, stop
-        self.plan: Plan = plan
+        self.start_logps: dict[str, np.ndarray] = {}
         self.meter = Meter()
-        self.window: list[Outcome] = []
-        self.window_pairs: list[str] = []
+        self.outcome: Outcome | None = None
+        self.exchange_s = 0.0
         self.parameters = trainable_parameters(model)
 
-    def get_train_dataloader(self) -> EpochLoader:
-        return EpochLoader(self.train_dataset, self.batches, lambda indices: {"pairs": torch.tensor(indices)})  # type: ignore[arg-type]
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(
+            PairIndices(len(self.pairs)),
+            batch_sampler=self.windows,  # type: ignore[arg-type]  # any iterable of index lists
+            collate_fn=lambda indices: {"pairs": torch.tensor(indices)},
+        )
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], int]:
-        """The micro-batches of one window and its true number of pairs, over all replicas."""
-        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return samples, sum(len(sample["pairs"]) for sample in samples)
-
-    def score(self, index: int, side: Side) -> Tensor:
-        """Mean log-probability (nats per scored token) of one branch; dropout depends on step, pair and side only."""
-        pair = self.pairs[index]
-        branch = self.branches[pair.chosen if side == "chosen" else pair.rejected]
-        seed = f"{self.args.seed}/{self.state.global_step}/{pair.pair_id}/{side}"
-        torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]))
-        batch = to_device(collate([branch]), self.group.device)
-        return branch_scores(self.scorer(self.policy, *batch[:4]), batch.weights_P)[1]
+    def deal_of(self, indices: Sequence[int]) -> Deal:
+        """How the pairs of a step are dealt to the ranks."""
+        return self.dealt([self.costs[index] for index in indices])
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         model.train()
         indices: list[int] = inputs["pairs"].tolist()
-        weights_N = torch.tensor([self.pairs[index].weight for index in indices], dtype=torch.float64)
-        shares_N = weights_N / num_items_in_batch
-        outcome = step(self.plan, self.group, indices, shares_N, self.score, self._loss_of(indices), self.name_of)
-        self.window.append(outcome)
-        self.window_pairs += [self.name_of(index) for index in indices]
+        window = _Window(self, indices)
+        self.outcome = run_window(self.group, self.deal_of(indices), window, window.extras)
+        started = time.perf_counter()
+        sum_gradients(self.group, list(self.parameters.values()))
+        check_gradients(self.parameters, f"pairs {', '.join(map(self.pairs.name, indices))}")
+        self.exchange_s = time.perf_counter() - started if self.group.world_size > 1 else 0.0
+        self.stop.agreed = float(self.outcome.extras_K[2]) > 0
         for index in indices:
-            branches = [self.branches[name] for name in (self.pairs[index].chosen, self.pairs[index].rejected)]
-            self.meter.count(sum(b.n_tokens for b in branches), sum(len(b.positions_P) for b in branches))
-        if self.accelerator.sync_gradients:
-            wishes = sum_gradients(self.group, list(self.parameters.values()), torch.tensor([float(self.stop.wanted)]))
-            check_gradients(self.parameters, f"pairs {', '.join(self.window_pairs)}")
-            self.stop.agreed = float(wishes[0]) > 0
-            self.window_pairs = []
-        return (outcome.loss_N * shares_N).sum().to(self.args.device)
+            sides = [self.pairs.branch(index, side) for side in SIDES]
+            work = self.costs[index].chosen.total + self.costs[index].rejected.total
+            self.meter.count(sum(b.n_tokens for b in sides), sum(len(b.positions_P) for b in sides), work)
+        shares_N = torch.tensor([window.share(place) for place in range(len(indices))], dtype=torch.float64)
+        return (self.outcome.loss_N * shares_N).sum().to(self.args.device)
 
-    def _loss_of(self, indices: Sequence[int]) -> losses.PairLossFunction:
-        """The loss of these pairs by their mean scores, with what the loss needs to know of each branch filled in."""
-        sides = [[self.pairs[i].chosen for i in indices], [self.pairs[i].rejected for i in indices]]
-        summed = self.kind.score == "sum"
-        scales = [[float(self.branches[name].weights_P.sum()) if summed else 1.0 for name in side] for side in sides]
-        references = [[self.references.get(name, 0.0) for name in side] for side in sides]
-        return partial(
-            losses.of_means,
-            self.loss,
-            scales_2N=torch.tensor(scales, dtype=torch.float64),
-            references_2N=torch.tensor(references, dtype=torch.float64),
-        )
-
-    def name_of(self, index: int) -> str:
-        return self.pairs[index].pair_id
-
-    def mean_margin(self) -> float:
-        """Mean of ā_c - ā_r over (up to MARGIN_PAIRS, evenly spread) training pairs, without dropout."""
-        stride = math.ceil(len(self.pairs) / MARGIN_PAIRS)
-        indices = range(0, len(self.pairs), stride)
-        self.policy.eval()
-        chosen_N, rejected_N = score_all(
-            self.plan, self.group, len(indices), lambda place, side: self.score(indices[place], side)
-        )
-        return float((chosen_N - rejected_N).mean())
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Matrix products of forward and of backward through frozen weights of all branches of the micro-batch."""
-        names = [name for i in inputs["pairs"].tolist() for name in (self.pairs[i].chosen, self.pairs[i].rejected)]
-        return 4 * self.policy.num_parameters() * sum(self.branches[name].n_tokens for name in names)
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+        costs = [self.costs[index] for index in inputs["pairs"].tolist()]
+        return sum(cost.chosen.total + cost.rejected.total for cost in costs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self.window:
-            chosen_N = torch.cat([outcome.chosen_N for outcome in self.window])
-            rejected_N = torch.cat([outcome.rejected_N for outcome in self.window])
-            logs = logs | self.meter.lap()
+        if "loss" in logs and self.outcome is not None:
+            chosen_N, rejected_N, extras_K = self.outcome.chosen_N, self.outcome.rejected_N, self.outcome.extras_K
+            before_s = self.meter.train_s
+            logs = logs | self.meter.lap(self.group.world_size)
             logs["margin"] = float((chosen_N - rejected_N).mean())
             logs["accuracy"] = float((chosen_N > rejected_N).double().mean())
             logs["chosen_logp"], logs["rejected_logp"] = float(chosen_N.mean()), float(rejected_N.mean())
-            self.window = []
+            logs["n_pairs"] = len(chosen_N)
+            if extras_K[1] > 0:
+                logs["kl"] = float(extras_K[0] / extras_K[1])
+            if self.group.world_size > 1:
+                logs["idle_share"] = self.outcome.idle_share
+                logs["exchange_share"] = self.exchange_s / max(self.meter.train_s - before_s, 1e-9)
         super().log(logs, start_time)

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from artifacts.store import payload_digest, write_atomically
 from engine.collectives import Group, compare_digests, tensor_digest
 from engine.loading import trainable_parameters
-from schemas.config import OptimizerConfig
+from schemas.config import OptimizerConfig, Tracker
 from schemas.errors import StageError
 from schemas.reports import TrainPoint
 
@@ -44,6 +45,7 @@ class Meter:
     tokens_scored: int = 0
     train_s: float = 0.0
     step_tokens: int = 0
+    step_operations: float = 0.0
     step_started_s: float = field(default_factory=time.monotonic)
 
     def restore(self, log_history: Sequence[Mapping[str, Any]]) -> None:
@@ -53,20 +55,23 @@ class Meter:
             self.train_s = float(last["train_s"])
         self.step_started_s = time.monotonic()
 
-    def count(self, n_tokens: int, n_scored: int) -> None:
+    def count(self, n_tokens: int, n_scored: int, operations: float) -> None:
         self.tokens_seen += n_tokens
         self.tokens_scored += n_scored
         self.step_tokens += n_tokens
+        self.step_operations += operations
 
-    def lap(self) -> dict[str, float]:
-        """Totals and the speed since the last lap, as log entries."""
+    def lap(self, world_size: int) -> dict[str, float]:
+        """Totals, the speed since the last lap over all ranks, and the operations a second of one, as log entries."""
         now = time.monotonic()
         step_s, self.step_started_s = now - self.step_started_s, now
         self.train_s += step_s
         speed = self.step_tokens / step_s if step_s > 0 else 0.0
-        self.step_tokens = 0
+        tflops_per_s = self.step_operations / step_s / world_size / 1e12 if step_s > 0 else 0.0
+        self.step_tokens, self.step_operations = 0, 0.0
         return {
             "tokens_per_s": speed,
+            "tflops_per_s": tflops_per_s,
             "tokens_seen": self.tokens_seen,
             "tokens_scored": self.tokens_scored,
             "train_s": self.train_s,
@@ -74,7 +79,15 @@ class Meter:
 
 
 def trainer_settings(
-    out: Path, optimizer: OptimizerConfig, *, epochs: float, accumulation: int, seed: int, device: torch.device
+    out: Path,
+    optimizer: OptimizerConfig,
+    *,
+    epochs: float,
+    accumulation: int,
+    seed: int,
+    device: torch.device,
+    checkpointing: bool,
+    trackers: Sequence[Tracker],
 ) -> dict[str, Any]:
     """Keyword arguments of TrainingArguments. Saving is decided by `Checkpoints`, batches by our own loader."""
     return {
@@ -91,15 +104,35 @@ def trainer_settings(
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
-        "report_to": [],
+        "report_to": [name for name in trackers if name != "tensorboard"],  # see `health.tracker_callbacks`
         "seed": seed,
         "remove_unused_columns": False,
         "disable_tqdm": True,
         "use_cpu": device.type == "cpu",
-        "gradient_checkpointing": device.type == "cuda",
+        "gradient_checkpointing": checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "dataloader_pin_memory": device.type == "cuda",
         "bf16": False,
     }
+
+
+def _not_written(folder: Path, error: Exception) -> StageError:
+    shutil.rmtree(folder, ignore_errors=True)
+    return StageError(
+        f"{folder.name} could not be written ({str(error).splitlines()[0]}); what was saved before is whole. "
+        f"Free some space at {folder.parent} and start again"
+    )
+
+
+class SafeSaves(Trainer):
+    """A Trainer whose failed save (a full disk) says so and leaves no torn folder; earlier checkpoints stay."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
+            raise _not_written(folder, error) from error
 
 
 class Checkpoints(TrainerCallback):
@@ -122,8 +155,10 @@ class Checkpoints(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         checkpoint = self.out / f"checkpoint-{state.global_step}"
-        sha256, _ = payload_digest(checkpoint)
-        write_atomically(self.out / f"{checkpoint.name}.{COMPLETE_FILE}", sha256)
+        try:
+            write_atomically(self.out / f"{checkpoint.name}.{COMPLETE_FILE}", payload_digest(checkpoint)[0])
+        except OSError as error:
+            raise _not_written(checkpoint, error) from error
         for old in _checkpoints(self.out)[:-KEPT_CHECKPOINTS]:
             (self.out / f"{old.name}.{COMPLETE_FILE}").unlink(missing_ok=True)
             shutil.rmtree(old)
@@ -140,7 +175,7 @@ class StepPrinter(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        shown = ("loss", "margin", "accuracy", "grad_norm", "learning_rate", "tokens_per_s")
+        shown = ("loss", "margin", "accuracy", "kl", "grad_norm", "learning_rate", "tokens_per_s", "idle_share")
         values = [f"{name} {logs[name]:.4g}" for name in shown if logs and name in logs]
         if logs and "loss" in logs:
             with contextlib.suppress(BrokenPipeError):  # no reader is left: the run is about to be stopped for that
@@ -172,12 +207,11 @@ def check_gradients(parameters: Mapping[str, nn.Parameter], what: str) -> None:
             raise StageError(f"the gradient of {name} is not finite; training stopped at {what}")
 
 
-def curve(log_history: Sequence[Mapping[str, Any]]) -> tuple[TrainPoint, ...]:
-    """The optimiser steps in the Trainer's log."""
+def curve(log_history: Sequence[Mapping[str, Any]], epochs: float = 1.0) -> tuple[TrainPoint, ...]:
+    """The optimiser steps in the Trainer's log; `epochs`: how many of ours one epoch of the Trainer is."""
     names = TrainPoint.model_fields.keys()
-    return tuple(
-        TrainPoint(**{name: entry[name] for name in names if name in entry}) for entry in log_history if "loss" in entry
-    )
+    steps = [{name: entry[name] for name in names if name in entry} for entry in log_history if "loss" in entry]
+    return tuple(TrainPoint(**step | {"epoch": step["epoch"] * epochs}) for step in steps)
 
 
 def first_and_last_loss(points: Sequence[TrainPoint]) -> tuple[float, float]:

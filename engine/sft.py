@@ -25,13 +25,17 @@ from transformers import PrinterCallback
 from trl.trainer.sft_config import SFTConfig as TrlSftConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from engine.collectives import Group
+from engine.collectives import Group, join
+from engine.cost import CostModel, cost_model
 from engine.data import Batch, BranchTable, EpochLoader, ShuffledBatches, collate, length_bucketed, padding_share
+from engine.health import EarlyStop, check_trackers, tracker_callbacks
 from engine.loading import load_base, load_tokenizer, new_adapter, save_adapter, trainable_parameters
-from engine.scores import Scorer, token_logprobs
+from engine.scorers import memory_advice, open_engine
+from engine.scores import Scorer
 from engine.session import (
     Checkpoints,
     Meter,
+    SafeSaves,
     StepPrinter,
     Stop,
     check_gradients,
@@ -48,7 +52,7 @@ from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 
 
-class SpanSftTrainer(SFTTrainer):
+class SpanSftTrainer(SafeSaves, SFTTrainer):
     """SFTTrainer whose loss reads only scored positions and never builds [tokens, vocabulary]."""
 
     def __init__(
@@ -58,11 +62,12 @@ class SpanSftTrainer(SFTTrainer):
         branches: BranchTable,
         batches: ShuffledBatches,
         scorer: Scorer,
+        cost: CostModel,
         stop: Stop,
         **kwargs: Any,
     ) -> None:
         super().__init__(model=model, **kwargs)
-        self.n_parameters = model.num_parameters()
+        self.cost = cost
         self.branches, self.batches, self.scorer, self.stop = branches, batches, scorer, stop
         self.meter = Meter()
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the window's weight itself
@@ -95,7 +100,7 @@ class SpanSftTrainer(SFTTrainer):
     ) -> Tensor:
         batch = Batch(*(inputs[name] for name in Batch._fields))
         logp_P = self.scorer(model, *batch[:4])
-        self.meter.count(int(batch.attention_mask_BT.sum()), len(batch.positions_P))
+        self.meter.count(int(batch.attention_mask_BT.sum()), len(batch.positions_P), self.floating_point_ops(inputs))
         return -(batch.weights_P.to(logp_P) * logp_P).sum() / num_items_in_batch
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -108,12 +113,13 @@ class SpanSftTrainer(SFTTrainer):
             self.stop.agreed = self.stop.wanted
         return loss
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Matrix products of forward and of backward through frozen weights; attention is not counted."""
-        return 4 * self.n_parameters * int(inputs["attention_mask_BT"].sum())
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+        n_tokens_B = inputs["attention_mask_BT"].sum(1).tolist()
+        n_scored_B = inputs["rows_P"].bincount(minlength=len(n_tokens_B)).tolist()
+        return sum(self.cost.branch(*row).total for row in zip(n_tokens_B, n_scored_B, strict=True))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        super().log(logs | self.meter.lap() if "loss" in logs else logs, start_time)
+        super().log(logs | self.meter.lap(1) if "loss" in logs else logs, start_time)
 
 
 def chosen_rows(branches: BranchTable, *, only_resolved: bool) -> list[str]:
@@ -137,23 +143,31 @@ def chosen_rows(branches: BranchTable, *, only_resolved: bool) -> list[str]:
 
 
 def train(
-    spec: TrainSpec, config: SftConfig, group: Group, out: Path, stop: Stop, scorer: Scorer = token_logprobs
+    spec: TrainSpec, config: SftConfig, group: Group, out: Path, stop: Stop, scorer: Scorer | None = None
 ) -> TrainReport:
     """Trains a fresh adapter into `out/adapter`, resuming from the newest whole checkpoint in `out`.
 
+    Args:
+        scorer: None: that of the engine which the config asks for.
+
     Raises:
-        UserError: nothing to train on, or a model that cannot be loaded.
+        UserError: nothing to train on, a branch that does not fit, or a model that cannot be loaded.
         StageError: the loss or a gradient is not finite, or a signal asked to stop (after a checkpoint was saved).
     """
+    check_trackers(config.trackers)
     branches = BranchTable(spec.branches)
     names = chosen_rows(branches, only_resolved=config.only_resolved)
     lengths_of = dict(zip(branches.column("branch_id"), branches.column("n_tokens"), strict=True))
     n_tokens = [lengths_of[name] for name in names]
     batches = length_bucketed(n_tokens, config.tokens_per_micro_batch)
-    base = load_base(spec.model, spec.base, group.device, max(n_tokens))
     if spec.lora is None:
         raise StageError("the spec of an sft run has no lora section")
+    accumulating = config.accumulation > 1 or len(batches) < len(names)
+    engine = open_engine(spec, branches, names, group, optimizer=config.optimizer, accumulating=accumulating)
+    base = load_base(spec.model, spec.base, group.device, max(n_tokens))
+    join(group)
     model = new_adapter(base, spec.lora, config.seed)
+    checkpointing = engine.name == "plain" and group.device.type == "cuda"
     settings = trainer_settings(
         out,
         config.optimizer,
@@ -161,11 +175,14 @@ def train(
         accumulation=config.accumulation,
         seed=config.seed,
         device=group.device,
+        checkpointing=checkpointing,
+        trackers=config.trackers,
     )
     trainer = SpanSftTrainer(
         branches=branches,
         batches=ShuffledBatches(batches, config.seed),
-        scorer=scorer,
+        scorer=scorer or engine.scorer,
+        cost=cost_model(base.config.to_dict(), recomputes=checkpointing or engine.name == "long_context"),
         stop=stop,
         model=model,
         args=TrlSftConfig(**settings, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}),
@@ -174,7 +191,9 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Checkpoints(group, model, out, config.save_steps, stop))
-    trainer.add_callback(StepPrinter())
+    early_stop = EarlyStop(config.early_stop)
+    for callback in (early_stop, StepPrinter(), *tracker_callbacks(spec, config.trackers)):
+        trainer.add_callback(callback)
     checkpoint = latest_checkpoint(out)
     if checkpoint is not None:
         trainer.meter.restore(
@@ -183,10 +202,12 @@ def train(
     steps_per_epoch = math.ceil(len(batches) / config.accumulation)
     print(
         f"sft: {len(names)} branches, {sum(n_tokens)} tokens, {len(batches)} micro-batches, "
-        f"{steps_per_epoch} steps an epoch, padding {padding_share(n_tokens, batches):.1%}",
+        f"{steps_per_epoch} steps an epoch, padding {padding_share(n_tokens, batches):.1%}, "
+        f"engine {engine.name}: {engine.why}",
         flush=True,
     )
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with memory_advice(engine, group.device):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.agreed:
         raise StageError(f"stopped on request after step {trainer.state.global_step}; a checkpoint was saved")
     save_adapter(model, out / "adapter", base_name=spec.base.name, model_sha256=spec.model.sha256, stage="sft")
@@ -206,11 +227,12 @@ def train(
         backend=group.backend,
         plan="single",
         peak_memory_bytes=peak_memory_bytes(group.device),
+        stopped_early=early_stop.reason,
         resumed_from_step=resumed_step(checkpoint),
-        settings={
+        settings=engine.settings(base)
+        | {
             "device": str(group.device),
             "dtype": spec.base.dtype,
-            "attention": str(base.config._attn_implementation),
             "optimizer": config.optimizer.optimizer,
             "torch": torch.__version__,
             "transformers": transformers.__version__,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -101,13 +103,15 @@ def _lock(out: Path) -> int:
 def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport | EvalReport:
     import transformers
 
-    from engine.collectives import close_group, open_group
+    from engine.collectives import group_of, leave
     from engine.loading import pick_device
+    from engine.scorers import hold_device
 
     transformers.logging.set_verbosity_error()  # it warns that ranks exist which its Trainer is not told of
     transformers.logging.disable_progress_bar()
     lock = _lock(out) if launch.rank == 0 else None
-    group = open_group(launch, pick_device())
+    group = group_of(launch, pick_device())  # a stage loads its model first and joins the others then
+    hold_device(spec.base, group.device)
     # only the stage's own module: each of them takes seconds to import what it stands on
     if spec.stage == "sft" and spec.sft is not None:
         from engine import sft
@@ -123,7 +127,7 @@ def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport 
         report = evaluate.evaluate(spec, spec.evaluate, group)
     else:
         raise UserError(f"the spec has no section for its stage {spec.stage!r}", where="spec.json")
-    close_group(group)
+    leave(group)
     if lock is not None:
         os.close(lock)
     return report
@@ -143,6 +147,9 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = listed.split(",")[int(local_rank)] if listed else local_rank
     with ErrorRecord(out / f"error-rank{os.environ.get('RANK', '0')}.json"):
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns of a CPU kernel it lacks
+        spec = TrainSpec.model_validate_json(options.spec.read_text())
+        if spec.base.backend == "unsloth" and importlib.util.find_spec("unsloth") is not None:
+            importlib.import_module("unsloth")  # it replaces parts of transformers and peft, so it comes before them
         from engine.collectives import take_launch
         from engine.session import Stop
 
@@ -151,7 +158,6 @@ def main() -> None:
         _stop_on_signal(stop)
         if options.stop_with_parent:
             _stop_with_parent(stop)
-        spec = TrainSpec.model_validate_json(options.spec.read_text())
         report = _run(spec, launch, out, stop)
         if launch.rank == 0:
             write_atomically(out / "report.json", report.model_dump_json(indent=2))

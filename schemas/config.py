@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, model_validator
 from schemas.base import Frozen
 
 SpanKind = Literal["reasoning", "thought", "action", "turn_end"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class SourceConfig(Frozen):
@@ -34,6 +35,17 @@ class ModelConfig(Frozen):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     quantization: Literal["none", "nf4", "int8"] = "none"
     backend: Literal["transformers", "unsloth"] = "transformers"
+    engine: Literal["auto", "plain", "long_context"] = Field(
+        default="auto",
+        description="what computes log-probabilities: the model's own forward (plain), or the walk for long branches; "
+        "auto: long_context on a GPU when a branch is longer than 8,192 tokens",
+    )
+    gpu_gib: float | None = Field(
+        default=None, gt=0, description="GPU memory a process may use; none given: what is free"
+    )
+    host_gib: float | None = Field(
+        default=None, gt=0, description="host memory all processes may pin; none given: 90 % of what is free"
+    )
     chat_template: str = Field(
         default="auto",
         description="auto (the prefix-preserving training template of the family), stock, or a .jinja file",
@@ -135,6 +147,20 @@ class OptimizerConfig(Frozen):
     optimizer: Literal["adamw_torch", "adamw_bnb_8bit"] = "adamw_torch"
 
 
+class EarlyStopConfig(Frozen):
+    """When to end training before its last step. Without a value, never."""
+
+    patience_steps: int | None = Field(
+        default=None, ge=1, description="end when the mean loss of this many steps is not below that of as many before"
+    )
+    min_gain: float = Field(default=0.0, ge=0, description="by how much it must be below, in the loss's unit")
+    max_kl: float | None = Field(
+        default=None,
+        gt=0,
+        description="preference stage: end above this KL to the start (nats a token)",
+    )
+
+
 class SftConfig(Frozen):
     """Supervised fine-tuning on resolved runs."""
 
@@ -148,8 +174,16 @@ class SftConfig(Frozen):
         default=True,
         description="train on resolved runs only; unknown outcomes are never treated as resolved",
     )
+    early_stop: EarlyStopConfig = EarlyStopConfig()
+    trackers: tuple[Tracker, ...] = Field(default=(), description="where steps are logged too; each needs its package")
     save_steps: int = Field(default=50, ge=1)
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _no_kl(self) -> "SftConfig":
+        if self.early_stop.max_kl is not None:
+            raise ValueError("early_stop.max_kl is measured in the preference stage only")
+        return self
 
 
 class SimpoConfig(Frozen):
@@ -170,13 +204,45 @@ class SimpoConfig(Frozen):
     cpo_alpha: float = Field(
         default=0.0, ge=0, description="weight of an added SFT term on the chosen branch; 0: plain SimPO"
     )
-    plan: Literal["parallel", "sequential"] = Field(
-        default="parallel", description="parallel: two processes, one branch each"
+    plan: Literal["auto", "parallel", "sequential", "shared_prefix"] = Field(
+        default="auto",
+        description="parallel: the branches of a pair on two processes; sequential: both on one; shared_prefix: both "
+        "behind their common prefix in one pass; auto: for each pair what is predicted to end first",
     )
+    n_processes: int | None = Field(
+        default=None, ge=1, description="one a GPU; none given: 2 for auto and parallel, 1 for the others"
+    )
+    balanced: bool = Field(default=True, description="deal branches to processes by predicted cost; false: in order")
     epochs: float = Field(default=1.0, gt=0)
     accumulation: int = Field(default=1, ge=1, description="pairs per optimiser step")
+    accumulation_start: int | None = Field(
+        default=None, ge=1, description="pairs per step at the start, falling linearly to `accumulation`"
+    )
+    accumulation_decay_share: float = Field(
+        default=0.5, gt=0, le=1, description="share of all pairs after which `accumulation` is reached"
+    )
+    early_stop: EarlyStopConfig = EarlyStopConfig()
+    trackers: tuple[Tracker, ...] = Field(default=(), description="where steps are logged too; each needs its package")
     save_steps: int = Field(default=50, ge=1)
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _falling_accumulation(self) -> "SimpoConfig":
+        if self.accumulation_start is not None and self.accumulation_start < self.accumulation:
+            raise ValueError("accumulation_start must not be below accumulation: steps begin with more pairs")
+        return self
+
+    @model_validator(mode="after")
+    def _enough_processes(self) -> "SimpoConfig":
+        if self.plan == "parallel" and self.processes % 2:
+            raise ValueError(f"plan parallel needs two processes a pair, n_processes is {self.processes}")
+        return self
+
+    @property
+    def processes(self) -> int:
+        if self.n_processes is not None:
+            return self.n_processes
+        return 2 if self.plan in ("auto", "parallel") else 1
 
     @model_validator(mode="after")
     def _one_gamma(self) -> "SimpoConfig":

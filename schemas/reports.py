@@ -109,6 +109,13 @@ class TrainPoint(Frozen):
     accuracy: float | None = None
     chosen_logp: float | None = Field(default=None, description="mean nats per scored token")
     rejected_logp: float | None = None
+    n_pairs: int | None = Field(default=None, description="pairs of this step")
+    kl: float | None = Field(default=None, description="estimated KL to the start policy, nats per scored token")
+    idle_share: float | None = Field(default=None, description="share of the ranks' time spent waiting for others")
+    exchange_share: float | None = Field(default=None, description="share of the step's time spent summing gradients")
+    tflops_per_s: float | None = Field(
+        default=None, description="per process, by the cost model; repeated work excluded"
+    )
 
 
 class TrainReport(Frozen):
@@ -131,6 +138,8 @@ class TrainReport(Frozen):
     backend: str = Field(description="collectives: none, gloo or nccl")
     plan: str
     peak_memory_bytes: int
+    idle_share: float | None = Field(default=None, description="mean over the steps; None for one process")
+    stopped_early: str | None = Field(default=None, description="the rule that ended training before its last step")
     resumed_from_step: int = 0
     settings: dict[str, str] = Field(default={}, description="what was really in effect: attention, dtype, versions")
     curve: tuple[TrainPoint, ...] = ()

@@ -31,6 +31,7 @@ class TrainSpec(Frozen):
     reference_folder: str | None = Field(
         default=None, description="where reference scores are kept between runs; None: in the working folder"
     )
+    log_folder: str | None = Field(default=None, description="where TensorBoard files go; None: nowhere")
 
     def digest(self) -> str:
         """sha256 of the spec without where its inputs lie, so that moved inputs resume the same work."""
@@ -42,6 +43,7 @@ class TrainSpec(Frozen):
                 "model": places,
                 "adapters": {"__all__": places},
                 "reference_folder": True,
+                "log_folder": True,
             }
         )
         return hashlib.sha256(text.encode()).hexdigest()

@@ -6,10 +6,11 @@ from pathlib import Path
 from pydantic import Field
 
 from artifacts.store import Store
+from engine.budget import memory_setup
 from engine.choose import choose_plan, longest_branch
-from engine.memory import GIB, BaseFormat, Ledger, Optimiser, Setup
+from engine.memory import GIB, Ledger
 from schemas.base import Frozen
-from schemas.config import ModelConfig, OptimizerConfig, RunConfig
+from schemas.config import RunConfig
 from tasks.model import prepare_model
 
 
@@ -34,17 +35,6 @@ class PlanReport(Frozen):
         )
 
 
-def _base_format(model: ModelConfig) -> BaseFormat:
-    if model.quantization != "none":
-        return model.quantization
-    formats: dict[str, BaseFormat] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
-    return formats[model.dtype]
-
-
-def _optimiser(optimizer: OptimizerConfig) -> Optimiser:
-    return "adamw_8bit" if optimizer.optimizer == "adamw_bnb_8bit" else "adamw"
-
-
 def plan_memory(config: RunConfig, *, n_tokens: int, n_scored: int, device_gib: float, host_gib: float) -> PlanReport:
     """Predicts the memory of the preference stage for one branch.
 
@@ -53,13 +43,13 @@ def plan_memory(config: RunConfig, *, n_tokens: int, n_scored: int, device_gib: 
     """
     model = prepare_model(config.model, Store(config.store))
     model_config = json.loads((Path(model.model.path) / "config.json").read_text(encoding="utf-8"))
-    setup = Setup(
-        base=_base_format(config.model),
+    setup = memory_setup(
+        config.model,
         lora_rank=config.lora.r,
         lora_targets=config.lora.target_modules,
-        optimiser=_optimiser(config.simpo.optimizer),
+        optimizer=config.simpo.optimizer,
         n_scored=n_scored,
-        accumulating=config.simpo.accumulation > 1 or config.simpo.plan == "sequential",
+        accumulating=config.simpo.accumulation > 1 or config.simpo.plan != "parallel",
     )
     device_bytes, host_bytes = int(device_gib * GIB), int(host_gib * GIB)
     _, ledger = choose_plan(model_config, n_tokens, setup, device_bytes=device_bytes, host_bytes=host_bytes)

@@ -32,7 +32,15 @@ def sft(
         UserError: no training branch of a resolved run, or a model that cannot be loaded.
         StageError: training failed; the text is the training process's own error.
     """
-    spec = TrainSpec(stage="sft", branches=(branches,), model=model, base=model_config, lora=lora, sft=config)
+    spec = TrainSpec(
+        stage="sft",
+        branches=(branches,),
+        model=model,
+        base=model_config,
+        lora=lora,
+        sft=config,
+        log_folder=str(store.root / "tensorboard"),
+    )
     report, out = run_spec(spec, store, log=log)
     trained = Trained(adapter=store.add(out / "adapter", "adapter"), report=TrainReport.model_validate_json(report))
     discard(out)

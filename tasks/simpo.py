@@ -1,4 +1,4 @@
-"""Stage simpo: pairs and the SFT adapter to a preference-tuned adapter, one branch a process."""
+"""Stage simpo: pairs and the SFT adapter to a preference-tuned adapter, by a branch plan over one or more processes."""
 
 from collections.abc import Callable
 from typing import Final
@@ -48,8 +48,9 @@ def simpo(
         adapters={"start": adapter},
         simpo=config,
         reference_folder=str(store.root / "reference_scores"),
+        log_folder=str(store.root / "tensorboard"),
     )
-    report, out = run_spec(spec, store, n_processes=2 if config.plan == "parallel" else 1, log=log)
+    report, out = run_spec(spec, store, n_processes=config.processes, log=log)
     trained = Trained(adapter=store.add(out / "adapter", "adapter"), report=TrainReport.model_validate_json(report))
     discard(out)
     return trained

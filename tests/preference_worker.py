@@ -1,68 +1,107 @@
-"""One rank of a preference run, started by test_preference.py: python preference_worker.py spec.json out result.pt
+"""One rank of a preference run, forked by test_preference.py.
 
 Leaves the summed gradient of one window, and the parameters after training, as this rank holds them.
 """
 
 from __future__ import annotations
 
-import sys
-from functools import partial
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from training_inputs import float64_norm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from engine import losses, preference
-from engine.branches import n_replicas, step
-from engine.collectives import Group, close_group, open_group, sum_gradients, take_launch
-from engine.data import BranchTable, collate, read_pairs
+from engine import preference
+from engine.branches import SIDES, Side, run_window
+from engine.collectives import Group, group_of, join, leave, sum_gradients, take_launch
+from engine.cost import cost_model
+from engine.data import Branch, BranchTable, collate, read_pairs
+from engine.deal import deal
 from engine.loading import load_adapter, load_base, trainable_parameters
+from engine.losses import LOSSES
+from engine.preference_trainer import Pairs
 from engine.scores import branch_scores, token_logprobs
 from engine.session import Stop
+from engine.shared_prefix import shared_prefix_logprobs
 from schemas.spec import TrainSpec
+
+
+class Work:
+    """The first four training pairs as one window."""
+
+    def __init__(self, spec: TrainSpec) -> None:
+        assert spec.simpo is not None
+        assert spec.pairs is not None
+        rows = read_pairs(spec.pairs, "train")[:4]
+        self.pairs = Pairs(rows, BranchTable(spec.branches), preference.loss_of(spec.simpo), LOSSES["simpo"], {})
+        base = load_base(spec.model, spec.base, torch.device("cpu"), 4096)
+        self.costs = [
+            self.pairs.cost(place, cost_model(base.config.to_dict(), recomputes=False), 4096) for place in range(4)
+        ]
+        self.model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
+        self.loss, self.name = self.pairs.loss, self.pairs.name
+
+    def _mean(self, branch: Branch, logp_P: torch.Tensor) -> torch.Tensor:
+        return branch_scores(logp_P, torch.from_numpy(branch.weights_P))[1]
+
+    def score(self, place: int, side: Side) -> torch.Tensor:
+        branch = self.pairs.branch(place, side)
+        return self._mean(branch, token_logprobs(self.model, *collate([branch])[:4]))
+
+    def score_shared(self, place: int) -> list[torch.Tensor]:
+        chosen, rejected = (self.pairs.branch(place, side) for side in SIDES)
+        logps = shared_prefix_logprobs(self.model, chosen, rejected, torch.device("cpu"))
+        return [self._mean(branch, logp_P) for branch, logp_P in zip((chosen, rejected), logps, strict=True)]
+
+    def share(self, place: int) -> float:
+        return self.pairs.pairs[place].weight / 4
+
+    def is_longer(self, place: int, side: Side) -> bool:
+        return side == "chosen"
 
 
 def window_gradient(spec: TrainSpec, group: Group) -> dict[str, torch.Tensor]:
     """Gradient of the mean loss of the first four training pairs, summed over the ranks."""
     assert spec.simpo is not None
-    assert spec.pairs is not None
-    branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")[:4]
-    model = load_adapter(
-        load_base(spec.model, spec.base, group.device, 4096), spec.adapters["start"], spec.model, trainable=True
-    )
-
-    def score(index: int, side: str) -> torch.Tensor:
-        batch = collate([branches[pairs[index].chosen if side == "chosen" else pairs[index].rejected]])
-        return branch_scores(token_logprobs(model, *batch[:4]), batch.weights_P)[1]
-
-    loss = partial(losses.simpo, beta=spec.simpo.beta, gamma=spec.simpo.resolved_gamma)
-    replicas = n_replicas(spec.simpo.plan, group.world_size)
-    for first in range(0, len(pairs), replicas):
-        micro_batch = list(range(len(pairs)))[first : first + replicas]
-        shares = torch.full((len(micro_batch),), 1 / len(pairs), dtype=torch.float64)
-        step(spec.simpo.plan, group, micro_batch, shares, score, loss, str)
-    parameters = trainable_parameters(model)
-    sum_gradients(group, list(parameters.values()), torch.zeros(1))
+    work = Work(spec)
+    dealt = deal(work.costs, spec.simpo.plan, group.world_size, balanced=spec.simpo.balanced)
+    run_window(group, dealt, work, list)
+    parameters = trainable_parameters(work.model)
+    sum_gradients(group, list(parameters.values()))
     return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
-def main(spec_path: Path, out: Path, result: Path) -> None:
-    group = open_group(take_launch(), torch.device("cpu"), timeout_s=120)
-    spec = TrainSpec.model_validate_json(spec_path.read_text())
+def rank(launch: dict[str, Any], folder: Path, disturbed: str) -> None:
+    """Trains by `folder/spec.json` into `folder/out`; prints to rank<r>.log, leaves rank<r>.pt.
+
+    Args:
+        launch: what `torch.distributed.run` would set.
+        disturbed: name of a parameter that rank 1 changes a little at every score; none when empty.
+    """
+    os.environ |= {name: str(value) for name, value in launch.items()}
+    log = os.open(folder / f"rank{launch['RANK']}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    setattr(Qwen3RMSNorm, "forward", float64_norm)  # noqa: B010
+    group = group_of(take_launch(), torch.device("cpu"))
+    join(group, timeout_s=120)
+    spec = TrainSpec.model_validate_json((folder / "spec.json").read_text())
     assert spec.simpo is not None
     gradient = window_gradient(spec, group)
     models: list[Any] = []
 
     def scorer(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
         models[:] = [model]
+        if disturbed and group.rank == 1 and model.training:
+            with torch.no_grad():
+                trainable_parameters(model)[disturbed].view(-1)[0] += 1e-12
         return token_logprobs(model, *arguments)
 
-    report = preference.train(spec, spec.simpo, group, out, Stop(), scorer)
+    report = preference.train(spec, spec.simpo, group, folder / "out", Stop(), scorer)
     parameters = {name: p.detach().clone() for name, p in trainable_parameters(models[0]).items()}
-    torch.save({"gradient": gradient, "parameters": parameters, "report": report.model_dump_json()}, result)
-    close_group(group)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(*map(Path, sys.argv[1:]))
+    result = {"gradient": gradient, "parameters": parameters, "report": report.model_dump_json()}
+    torch.save(result, folder / f"rank{group.rank}.pt")
+    leave(group)

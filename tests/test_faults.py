@@ -52,7 +52,7 @@ def ranks_of(folder: Path) -> dict[int, psutil.Process]:
         try:
             command = process.cmdline()
             if (
-                "engine.train" in command
+                "--stop-with-parent" in command
                 and str(folder / "spec.json") in command
                 and "torch.distributed.run" not in command
             ):
@@ -112,6 +112,29 @@ def test_killed_rank_takes_the_group_down_and_the_next_run_goes_on(tmp_path: Pat
     assert [point.loss for point in resumed.curve] == [point.loss for point in uninterrupted.curve]
     adapters = [ref_of(folder.parent / "adapter", "adapter").sha256 for folder in (path, whole)]
     assert adapters[0] == adapters[1]
+
+
+def test_rank_out_of_memory_ends_the_run_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 fails at its tenth score; rank 0 then waits for it in an exchange, and must not do so for long."""
+    command = launcher._command
+
+    def with_failing_rank(spec_path: Path, n_processes: int) -> list[str]:
+        script = str(Path(__file__).with_name("failing_rank.py"))
+        words = command(spec_path, n_processes)
+        place = words.index("engine.train")
+        return [*words[: place - 1], script, *words[place + 1 :]]
+
+    monkeypatch.setattr(launcher, "_command", with_failing_rank)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
+    path = prepare(tmp_path / "run", simpo_spec(tmp_path / "inputs", CONFIG.model_copy(update={"plan": "parallel"})))
+    lines: list[tuple[float, str]] = []
+    with pytest.raises(StageError, match=r"rank 1: out of memory .* 1.17 GiB. To go on: set model.engine"):
+        launch(path, n_processes=2, log=lambda line: lines.append((time.monotonic(), line)))
+    last_step_at = max(at for at, line in lines if "step " in line)
+    assert time.monotonic() - last_step_at < 30
+    assert not ranks_of(path.parent)
+    assert latest_checkpoint(path.parent) is not None
+    assert not (path.parent / "adapter").exists()
 
 
 def test_cancel_saves_and_leaves_no_process(tmp_path: Path) -> None:

@@ -30,7 +30,18 @@ def ref_of(path: Path, kind: Kind, n_rows: int | None = None) -> Ref:
     return Ref(kind=kind, path=str(path), sha256=sha256, n_bytes=n_bytes, n_rows=n_rows)
 
 
-def make_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> Ref:
+def float64_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Qwen3RMSNorm.forward in the input's own precision, for tests that tell 1e-9 from 1e-8.
+
+    transformers computes it in float32 whatever the model's dtype, so that two exact ways to the same gradient of a
+    float64 model differ by 1e-8 as soon as they sum in another order.
+    """
+    wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * (wide * scale).to(hidden.dtype)
+
+
+def make_model(folder: Path, seed: int = 0, hidden_size: int = 32, head_size: int = 8) -> Ref:
     """A random 2-layer Qwen3 with a word-level tokenizer, as a model folder."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -40,7 +51,7 @@ def make_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> Ref:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_size,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -112,17 +123,40 @@ def pair_row(pair_id: str, chosen: dict[str, Any], rejected: dict[str, Any], wei
     }
 
 
+def behind_prefix(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The run, continuing from where the other has all but its last turn behind it."""
+    n_spans = len(other["spans"]) - 3  # three spans a turn
+    shift = other["spans"][n_spans - 1]["end"]
+    own = [s | {"start": s["start"] + shift, "end": s["end"] + shift} for s in row["spans"]]
+    tokens = other["token_ids"][:shift] + row["token_ids"]
+    n_scored = row["n_scored"] + sum(s["end"] - s["start"] for s in other["spans"][:n_spans] if s["weight"] > 0)
+    spans = other["spans"][:n_spans] + own
+    return row | {"token_ids": tokens, "spans": spans, "n_tokens": len(tokens), "n_scored": n_scored}
+
+
 def make_tables(
-    folder: Path, n_pairs: int = 8, n_heldout: int = 4, weights: Sequence[float] = (1.0,)
+    folder: Path,
+    n_pairs: int = 8,
+    n_heldout: int = 4,
+    weights: Sequence[float] = (1.0,),
+    *,
+    shared_prefix: bool = False,
 ) -> tuple[Ref, Paired]:
-    """branches.arrow and pairs.arrow: one pair a task, of very different lengths (1 to 24 turns)."""
+    """branches.arrow and pairs.arrow: one pair a task, of very different lengths (1 to 24 turns).
+
+    With `shared_prefix` the failed run of every second task is a short one that goes on from the resolved one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows, pairs = [], []
     for task in range(n_pairs + n_heldout):
         split = "train" if task < n_pairs else "heldout"
         turns = 1 + (task * 7) % 24, 1 + (task * 11 + 5) % 24
+        if shared_prefix and task % 2:
+            turns = turns[0], 1 + task % 3
         good = branch_row(f"good-{task}", f"task-{task}", "resolved", turns[0], 2 * task, split=split)
         bad = branch_row(f"bad-{task}", f"task-{task}", "failed", turns[1], 2 * task + 1, split=split)
+        if shared_prefix and task % 2:
+            bad = behind_prefix(bad, good)
         rows += [good, bad]
         pairs.append(pair_row(f"pair-{task}", good, bad, weights[task % len(weights)]))
     write_table(folder / "branches.arrow", BRANCHES, rows)
@@ -149,7 +183,7 @@ def make_adapter(folder: Path, model: Ref, *, seed: int = 5, dtype: str = "float
     return ref_of(folder, "adapter")
 
 
-def simpo_spec(folder: Path, config: SimpoConfig, **tables: Any) -> TrainSpec:
+def simpo_spec(folder: Path, config: SimpoConfig, *, dropout: float = 0.0, **tables: Any) -> TrainSpec:
     """A float64 SimPO run on fresh tables in `folder`."""
     model = make_model(folder / "model")
     branches, paired = make_tables(folder, **tables)
@@ -159,6 +193,6 @@ def simpo_spec(folder: Path, config: SimpoConfig, **tables: Any) -> TrainSpec:
         pairs=paired.pairs,
         model=model,
         base=ModelConfig(name="tiny", dtype="float64"),
-        adapters={"start": make_adapter(folder / "start", model)},
+        adapters={"start": make_adapter(folder / "start", model, dropout=dropout)},
         simpo=config,
     )

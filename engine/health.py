@@ -1,0 +1,73 @@
+"""What is watched while a stage trains: when to stop early, how far the policy has gone, where it is shown."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from schemas.config import EarlyStopConfig, Tracker
+from schemas.errors import UserError
+from schemas.spec import TrainSpec
+
+
+def kl_to_start(start_logp_P: Tensor, logp_P: Tensor) -> Tensor:
+    """Per scored token, an estimate (nats) of KL(start || policy): r - 1 - log r with r = p_policy / p_start.
+
+    Never negative, and unbiased when the tokens were drawn from the start policy (Schulman 2020, estimator k3); the
+    tokens here are those of the logged runs. Costs nothing: both log-probabilities are there anyway.
+    """
+    log_ratio_P = logp_P - start_logp_P
+    return torch.expm1(log_ratio_P) - log_ratio_P
+
+
+def early_stop_reason(log: Sequence[Mapping[str, Any]], rule: EarlyStopConfig) -> str | None:
+    """Why training should end now, or None. Reads the entries of optimiser steps in a Trainer's log."""
+    steps = [entry for entry in log if "loss" in entry]
+    if rule.max_kl is not None and steps and steps[-1].get("kl", 0.0) > rule.max_kl:
+        return f"KL to the start is {steps[-1]['kl']:.4g} nats per scored token, above {rule.max_kl:g}"
+    n_steps = rule.patience_steps
+    if n_steps is not None and len(steps) >= 2 * n_steps:
+        before, latest = (
+            sum(entry["loss"] for entry in part) / n_steps
+            for part in (steps[-2 * n_steps : -n_steps], steps[-n_steps:])
+        )
+        if before - latest < rule.min_gain:
+            return f"the mean loss of {n_steps} steps is {latest:.4g}, that of the {n_steps} before {before:.4g}"
+    return None
+
+
+class EarlyStop(TrainerCallback):
+    """Ends training by the rule. It reads the log, which is the same on every rank, so all end at the same step."""
+
+    def __init__(self, rule: EarlyStopConfig) -> None:
+        self.rule = rule
+        self.reason: str | None = None
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.reason = self.reason or early_stop_reason(state.log_history, self.rule)
+        if self.reason is not None:
+            control.should_training_stop = True
+
+
+def check_trackers(trackers: Sequence[Tracker]) -> None:
+    """UserError naming the first tracker whose package is not installed."""
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"tracker {name} is not installed", where="trackers", fix=f"pip install {name}")
+
+
+def tracker_callbacks(spec: TrainSpec, trackers: Sequence[Tracker]) -> list[TrainerCallback]:
+    """TensorBoard's callback with its files under the spec's log folder: the working folder does not outlive a run."""
+    if "tensorboard" not in trackers or spec.log_folder is None:
+        return []
+    from torch.utils.tensorboard.writer import SummaryWriter
+    from transformers.integrations.integration_utils import TensorBoardCallback
+
+    folder = Path(spec.log_folder) / f"{spec.stage}-{spec.digest()[:16]}"
+    return [TensorBoardCallback(SummaryWriter(log_dir=str(folder)))]

@@ -1,0 +1,173 @@
+"""The scorer of a stage, from its config: the one place where an engine is chosen.
+
+Every trainer takes a scorer (`engine.scores`) and does not care which; the report says which it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from engine.budget import (
+    Budget,
+    EngineName,
+    choose_engine,
+    memory_setup,
+    scoring_plan,
+    training_plan,
+    unlimited_plan,
+)
+from engine.collectives import Group
+from engine.data import BranchTable
+from engine.layers import LongContextScorer
+from engine.memory import GIB, Ledger
+from engine.plan import MemoryPlan
+from engine.scores import Scorer, token_logprobs
+from schemas.config import LoraConfig, ModelConfig, OptimizerConfig
+from schemas.errors import StageError
+from schemas.spec import TrainSpec
+
+HOST_SHARE = 0.9
+"""Of the host memory that is free: what all ranks together may pin."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A scorer and why it is the one."""
+
+    name: EngineName
+    why: str
+    scorer: Scorer
+    longest_tokens: int
+    ledger: Ledger | None = None
+    """Of the longest branch; None where memory is not limited, and for the plain engine."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+
+    def settings(self, base: Any) -> dict[str, str]:
+        """What was really in effect, for the report."""
+        attention = str(base.config._attn_implementation)
+        if isinstance(self.scorer, LongContextScorer) and self.scorer.backend is not None:
+            attention = self.scorer.backend.name
+        policy = self.ledger.plan.policy if self.ledger else "mlp" if self.name == "long_context" else "autograd"
+        found = {"engine": f"{self.name} ({self.why})", "attention": attention, "policy": policy}
+        if self.ledger is not None:
+            found["predicted_device_gib"] = f"{self.ledger.peak_device_bytes / GIB:.2f}"
+            found["predicted_host_gib"] = f"{self.ledger.host_bytes / GIB:.2f}"
+        return found
+
+
+def measured_budget(base: ModelConfig, group: Group) -> Budget | None:
+    """Free memory of this rank's GPU, and its share of the host's; less where the config says so. None on a CPU."""
+    if group.device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(group.device)
+    host_bytes = int(HOST_SHARE * psutil.virtual_memory().available / group.world_size)
+    if base.gpu_gib is not None:
+        free_bytes = min(free_bytes, int(base.gpu_gib * GIB))
+    if base.host_gib is not None:
+        host_bytes = min(host_bytes, int(base.host_gib * GIB / group.world_size))
+    return Budget(free_bytes, host_bytes)
+
+
+def hold_device(base: ModelConfig, device: torch.device) -> None:
+    """Keeps PyTorch's allocator within `model.gpu_gib`."""
+    if device.type == "cuda" and base.gpu_gib is not None:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, base.gpu_gib * GIB / total_bytes), device)
+
+
+def _lora_of(spec: TrainSpec) -> LoraConfig:
+    """Rank and targets of the widest adapter of the spec; the defaults when it has none."""
+    if spec.lora is not None:
+        return spec.lora
+    stored = [json.loads((Path(ref.path) / "adapter_config.json").read_text()) for ref in spec.adapters.values()]
+    if not stored:
+        return LoraConfig()
+    widest = max(stored, key=lambda config: config["r"] * len(config["target_modules"]))
+    return LoraConfig(r=widest["r"], target_modules=tuple(widest["target_modules"]))
+
+
+def open_engine(
+    spec: TrainSpec,
+    branches: BranchTable,
+    names: Sequence[str],
+    group: Group,
+    *,
+    optimizer: OptimizerConfig | None,
+    accumulating: bool,
+    budget: Budget | None = None,
+) -> Engine:
+    """The engine that scores the named branches of a stage. Reads the model's config.json, loads no weight.
+
+    Args:
+        optimizer: None when the stage trains nothing.
+        budget: memory of this rank; None: `measured_budget`.
+
+    Raises:
+        UserError: the longest branch does not fit (says which length would), or the model is not covered.
+    """
+    rows = {name: row for row, name in enumerate(branches.column("branch_id"))}
+    n_tokens, n_scored = branches.column("n_tokens"), branches.column("n_scored")
+    longest = max(n_tokens[rows[name]] for name in names)
+    config_path = Path(spec.model.path) / "config.json"
+    config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
+    model_type = str(config.get("model_type", "unknown"))
+    name, why = choose_engine(spec.base, model_type, longest, on_gpu=group.device.type == "cuda")
+    if name == "plain":
+        return Engine(name, why, token_logprobs, longest, model_config=config)
+    budget = budget or measured_budget(spec.base, group)
+    if budget is None:
+        scorer = LongContextScorer(lambda length: unlimited_plan(config, length))
+        return Engine(name, why, scorer, longest, model_config=config)
+    lora = _lora_of(spec)
+    setup = memory_setup(
+        spec.base,
+        lora_rank=lora.r,
+        lora_targets=lora.target_modules,
+        optimizer=optimizer,
+        n_scored=max(n_scored[rows[name]] for name in names),
+        accumulating=accumulating,
+    )
+    plan_and_ledger = scoring_plan if optimizer is None else training_plan
+
+    @lru_cache
+    def plan_for(length: int) -> MemoryPlan:
+        return plan_and_ledger(config, length, setup, budget)[0]
+
+    _, ledger = plan_and_ledger(config, longest, setup, budget)
+    scorer = LongContextScorer(plan_for)
+    return Engine(name, why, scorer, longest, ledger, config)
+
+
+@contextlib.contextmanager
+def memory_advice(engine: Engine, device: torch.device) -> Iterator[None]:
+    """Turns running out of memory into the ledger beside what was allocated, and what to do about it.
+
+    Raises:
+        StageError: in place of torch.OutOfMemoryError and MemoryError.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        used = ""
+        if device.type == "cuda":
+            allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            used = f"; at most {allocated / GIB:.2f} GiB were allocated, {reserved / GIB:.2f} reserved"
+        ledger = ""
+        if engine.ledger is not None:
+            ledger = f"; the ledger had predicted {engine.ledger.peak_device_bytes / GIB:.2f} GiB"
+        advice = "set model.gpu_gib to what is really free, or lower render.max_tokens"
+        if engine.name == "plain":
+            advice = 'set model.engine = "long_context", lower tokens_per_micro_batch, or lower render.max_tokens'
+        raise StageError(
+            f"out of memory with branches of up to {engine.longest_tokens:,} tokens (engine {engine.name})"
+            f"{used}{ledger}: {str(error).splitlines()[0] if str(error) else 'no details'}. To go on: {advice}"
+        ) from error

@@ -1,0 +1,62 @@
+"""Log-probabilities of training branches under the policy of the moment: the margins before and after training.
+
+Those before step 1 are kept in a file, so that a resumed run still knows the policy it started from.
+
+Shapes: P scored positions of one branch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from artifacts.store import write_atomically
+from engine.collectives import Group, gather_objects
+from engine.cost import CostModel
+from engine.data import BranchTable, Pair, collate, length_bucketed, to_device
+from engine.deal import lpt
+from engine.scores import Scorer
+
+TOKENS_PER_BATCH = 8192
+"""Padded tokens that are scored at once where branches are short; nothing is kept for a backward pass."""
+
+
+@torch.no_grad()
+def branch_logprobs(
+    model: torch.nn.Module, branches: BranchTable, names: Sequence[str], group: Group, scorer: Scorer, cost: CostModel
+) -> dict[str, np.ndarray]:
+    """branch_id -> logp_P (nats, float64) without dropout, the branches dealt to the ranks by predicted cost.
+
+    Raises:
+        PeerLostError: another rank died.
+    """
+    model.eval()
+    members = [branches[name] for name in names]
+    ranks = lpt([cost.branch(m.n_tokens, len(m.positions_P)).forward for m in members], group.world_size)
+    own = [member for member, rank in zip(members, ranks, strict=True) if rank == group.rank]
+    found: dict[str, np.ndarray] = {}
+    for rows in length_bucketed([member.n_tokens for member in own], TOKENS_PER_BATCH):
+        batch = to_device(collate([own[row] for row in rows]), group.device)
+        logp_P = scorer(model, *batch[:4]).double().cpu()
+        rows_P = batch.rows_P.cpu()
+        for place, row in enumerate(rows):
+            found[own[row].branch_id] = logp_P[rows_P == place].numpy()
+    return {name: logp_P for part in gather_objects(group, found) for name, logp_P in part.items()}
+
+
+def mean_margin(logps: Mapping[str, np.ndarray], branches: BranchTable, pairs: Sequence[Pair]) -> float:
+    """Mean of ā_c - ā_r (nats per scored token) over the pairs."""
+    means = {name: float(np.average(logp_P, weights=branches[name].weights_P)) for name, logp_P in logps.items()}
+    return float(np.mean([means[pair.chosen] - means[pair.rejected] for pair in pairs]))
+
+
+def save_logprobs(path: Path, logps: Mapping[str, np.ndarray]) -> None:
+    write_atomically(path, json.dumps({name: logp_P.tolist() for name, logp_P in logps.items()}))
+
+
+def load_logprobs(path: Path) -> dict[str, np.ndarray]:
+    return {name: np.array(values) for name, values in json.loads(path.read_text()).items()}

@@ -1,0 +1,128 @@
+"""What is watched: KL to the start, early stops, trackers, checkpoints on a full disk."""
+
+from __future__ import annotations
+
+import math
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_inputs import simpo_spec
+
+from engine import preference
+from engine.collectives import Group
+from engine.health import check_trackers, early_stop_reason, kl_to_start
+from engine.scores import token_logprobs
+from engine.session import Stop, latest_checkpoint
+from schemas.config import EarlyStopConfig, OptimizerConfig, SftConfig, SimpoConfig
+from schemas.errors import StageError, UserError
+from schemas.reports import TrainReport
+from schemas.spec import TrainSpec
+
+CONFIG = SimpoConfig(
+    optimizer=OptimizerConfig(learning_rate=5e-3, warmup_share=0.0), plan="sequential", epochs=3, save_steps=2, seed=3
+)
+
+
+def train(spec: TrainSpec, out: Path, **options: Any) -> TrainReport:
+    assert spec.simpo is not None
+    return preference.train(spec, spec.simpo, Group(), out, Stop(), **options)
+
+
+def steps(*losses: float, **last: float) -> list[dict[str, float]]:
+    log = [{"loss": loss, "step": float(step)} for step, loss in enumerate(losses)]
+    log[-1] |= last
+    return [*log, {"train_runtime": 1.0}]
+
+
+def test_kl_estimate_is_zero_at_the_start_positive_away_and_unbiased() -> None:
+    """Against the exact KL of two distributions over 50 words, 200,000 draws (measured: 0.3 % off)."""
+    generator = torch.Generator().manual_seed(0)
+    start, policy = (torch.randn(50, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    drawn = torch.multinomial(start.exp(), 200_000, replacement=True, generator=generator)
+    estimate = kl_to_start(start[drawn], policy[drawn])
+    assert float(estimate.min()) >= 0
+    assert float(estimate.mean()) == pytest.approx(float((start.exp() * (start - policy)).sum()), rel=0.03)
+    assert not kl_to_start(start, start).any()
+
+
+def test_loss_that_no_longer_falls_ends_training() -> None:
+    rule = EarlyStopConfig(patience_steps=2, min_gain=0.1)
+    assert early_stop_reason(steps(4, 4, 3), rule) is None
+    assert early_stop_reason(steps(4, 4, 3, 3), rule) is None
+    assert early_stop_reason(steps(4, 4, 3, 3, 2.95, 2.95), rule) == (
+        "the mean loss of 2 steps is 2.95, that of the 2 before 3"
+    )
+    assert early_stop_reason(steps(1, 1, 1, 1), EarlyStopConfig()) is None
+    assert early_stop_reason([], rule) is None
+
+
+def test_policy_that_went_too_far_ends_training() -> None:
+    rule = EarlyStopConfig(max_kl=0.5)
+    assert early_stop_reason(steps(1, 1, kl=0.4), rule) is None
+    assert "above 0.5" in str(early_stop_reason(steps(1, 1, kl=0.6), rule))
+    with pytest.raises(ValueError, match="preference stage only"):
+        SftConfig(early_stop=rule)
+
+
+def test_run_that_stops_early_keeps_its_adapter_and_says_why(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"early_stop": EarlyStopConfig(max_kl=1e-6)})
+    report = train(simpo_spec(tmp_path / "inputs", config, n_pairs=4, n_heldout=0), tmp_path / "out")
+    assert report.n_steps == len(report.curve) == 2  # the first step starts at 0
+    assert report.stopped_early is not None
+    assert report.stopped_early.startswith("KL to the start is")
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_steps_report_kl_work_and_window(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"accumulation": 1, "accumulation_start": 3})
+    report = train(simpo_spec(tmp_path / "inputs", config, n_pairs=4, n_heldout=0), tmp_path / "out")
+    first, *_, last = report.curve
+    assert first.kl == pytest.approx(0, abs=1e-9)  # float32 norms: other batches round otherwise
+    assert last.kl is not None
+    assert last.kl > 1e-3
+    assert (first.n_pairs, last.n_pairs) == (3, 1)
+    assert sum(point.n_pairs or 0 for point in report.curve) == 12
+    assert last.epoch == pytest.approx(3)
+    assert first.tflops_per_s is not None
+    assert first.tflops_per_s > 0
+
+
+def test_tracker_that_is_not_installed_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="tracker wandb is not installed"):
+        check_trackers(("wandb",))
+    check_trackers(())
+
+
+def test_full_disk_loses_no_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
+    """From step 3 on no file may grow beyond 4 KB, so the save of step 4 fails in the middle."""
+    spec = simpo_spec(tmp_path / "inputs", CONFIG, n_pairs=3, n_heldout=0)
+    whole = train(spec, tmp_path / "whole")
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    calls = 0
+
+    def scorer(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += model.training
+        if calls == 7:  # three a step
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        return token_logprobs(model, *arguments)
+
+    try:
+        with pytest.raises(StageError, match=r"checkpoint-4 could not be written .*; what was saved before is whole"):
+            train(spec, tmp_path / "full", scorer=scorer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+    newest = latest_checkpoint(tmp_path / "full")
+    assert newest is not None
+    assert newest.name == "checkpoint-2"
+    assert not (tmp_path / "full" / "checkpoint-4").exists()
+    report = train(spec, tmp_path / "full")
+    assert report.resumed_from_step == 2
+    assert [point.loss for point in report.curve] == [point.loss for point in whole.curve]
+    adapters = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("full", "whole")]
+    assert all(torch.equal(adapters[0][name], tensor) for name, tensor in adapters[1].items())
+    assert math.isfinite(report.last_loss)

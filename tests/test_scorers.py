@@ -1,0 +1,218 @@
+"""The engine of a stage: which and why, equal numbers from both, refused budgets, NF4, out of memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_inputs import float64_norm, make_adapter, make_model, make_tables, simpo_spec
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from engine import evaluate, loading, preference, sft
+from engine.budget import Budget, choose_engine, scoring_plan, training_plan
+from engine.collectives import Group
+from engine.data import BranchTable
+from engine.memory import GIB, Setup
+from engine.scorers import memory_advice, open_engine
+from engine.scores import token_logprobs
+from engine.session import Stop
+from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig, SimpoConfig
+from schemas.errors import StageError, UserError
+from schemas.spec import TrainSpec
+
+OPTIMIZER = OptimizerConfig(learning_rate=5e-3, warmup_share=0.0, max_grad_norm=0.3)
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def _float64_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", float64_norm)
+
+
+def with_engine(spec: TrainSpec, engine: str, **options: Any) -> TrainSpec:
+    return spec.model_copy(update={"base": spec.base.model_copy(update={"engine": engine} | options)})
+
+
+def difference(one: Path, other: Path) -> float:
+    """||one - other|| / ||other|| of two stored adapters."""
+    got, want = (load_file(out / "adapter" / "adapter_model.safetensors") for out in (one, other))
+    squares = [(float((got[name] - want[name]).norm()) ** 2, float(want[name].norm()) ** 2) for name in want]
+    return math.sqrt(sum(d for d, _ in squares) / sum(w for _, w in squares))
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainSpec:
+    config = SimpoConfig(optimizer=OPTIMIZER, plan="sequential", accumulation=2, epochs=2)
+    return simpo_spec(tmp_path / "inputs", config, n_pairs=4, n_heldout=3)
+
+
+def test_preference_stage_gives_the_same_adapter_with_both_engines(spec: TrainSpec, tmp_path: Path) -> None:
+    """4 steps in float64 (measured: 2e-15)."""
+    assert spec.simpo is not None
+    for engine in ("plain", "long_context"):
+        report = preference.train(with_engine(spec, engine), spec.simpo, Group(), tmp_path / engine, Stop())
+        assert report.settings["engine"] == f"{engine} (as configured)"
+        assert report.settings["attention"] == {"plain": "sdpa", "long_context": "math"}[engine]
+    assert difference(tmp_path / "long_context", tmp_path / "plain") < 1e-9
+
+
+def test_sft_gives_the_same_adapter_with_both_engines(spec: TrainSpec, tmp_path: Path) -> None:
+    """Padded batches of several rows (measured: 3e-15)."""
+    config = SftConfig(optimizer=OPTIMIZER, tokens_per_micro_batch=600, accumulation=2, epochs=2)
+    run = spec.model_copy(update={"stage": "sft", "sft": config, "lora": LoraConfig(r=4)})
+    for engine in ("plain", "long_context"):
+        report = sft.train(with_engine(run, engine), config, Group(), tmp_path / engine, Stop())
+        assert report.padding_share > 0
+        assert report.settings["engine"] == f"{engine} (as configured)"
+    assert difference(tmp_path / "long_context", tmp_path / "plain") < 1e-9
+
+
+def test_evaluation_gives_the_same_scores_with_both_engines(spec: TrainSpec) -> None:
+    spec = spec.model_copy(update={"adapters": {"sft": spec.adapters["start"]}})
+    plain, long = (
+        evaluate.evaluate(with_engine(spec, e), EvaluateConfig(), Group()) for e in ("plain", "long_context")
+    )
+    assert long.settings["engine"] == "long_context (as configured)"
+    for mine, other in zip(long.models, plain.models, strict=True):
+        assert mine.nll_per_action_token == pytest.approx(other.nll_per_action_token, rel=1e-9)
+        assert mine.mean_margin == pytest.approx(other.mean_margin, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "on_gpu", "family", "backend", "expected"),
+    [
+        (8_192, True, "qwen3", "transformers", "plain"),
+        (8_193, True, "qwen3", "transformers", "long_context"),
+        (80_000, False, "qwen3", "transformers", "plain"),
+        (80_000, True, "gemma3_text", "transformers", "plain"),
+        (80_000, True, "qwen3", "unsloth", "plain"),
+    ],
+)
+def test_auto_takes_the_long_context_engine_where_it_pays(
+    tokens: int, on_gpu: bool, family: str, backend: Any, expected: str
+) -> None:
+    assert choose_engine(ModelConfig(backend=backend), family, tokens, on_gpu=on_gpu)[0] == expected
+
+
+def test_long_context_on_a_model_that_it_does_not_cover_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="the long-context engine covers llama, mistral, qwen2, qwen3"):
+        choose_engine(ModelConfig(engine="long_context"), "gemma3_text", 100, on_gpu=True)
+
+
+def test_over_budget_is_refused_before_the_model_is_loaded(
+    spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a budget of 3 MiB: the longest branch does not fit, and the longest that would is named."""
+    branches = BranchTable(spec.branches)
+    run = with_engine(spec, "long_context")
+    small = Budget(device_bytes=3 * 2**20, host_bytes=GIB)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(
+        UserError, match=r"a branch of \d+ tokens does not fit 0.0 GiB .* longest that fits is 0 tokens"
+    ):
+        open_engine(run, branches, ["good-3"], Group(), optimizer=OPTIMIZER, accumulating=True, budget=small)
+    large = Budget(device_bytes=GIB, host_bytes=GIB)
+    engine = open_engine(run, branches, ["good-3"], Group(), optimizer=OPTIMIZER, accumulating=True, budget=large)
+    assert engine.ledger is not None
+    assert engine.ledger.n_tokens == branches["good-3"].n_tokens == engine.longest_tokens
+    assert engine.ledger.peak_device_bytes < GIB
+
+
+def test_longest_that_fits_is_named_and_fits() -> None:
+    setup, budget = Setup(n_scored=4096), Budget(int(23.5 * GIB), 110 * GIB)
+    with pytest.raises(UserError, match=r"the longest that fits is ([\d,]+) tokens") as error:
+        training_plan(QWEN3_8B, 2_000_000, setup, budget)
+    longest = int(str(error.value).split("longest that fits is ")[1].split(" ")[0].replace(",", ""))
+    assert longest > 131_072
+    training_plan(QWEN3_8B, longest, setup, budget)
+
+
+def test_scoring_needs_less_than_training() -> None:
+    """9.6 GiB do not train an 81,920-token branch of Qwen3-8B, but score it."""
+    setup, budget = Setup(n_scored=4096), Budget(int(9.6 * GIB), 110 * GIB)
+    with pytest.raises(UserError, match="does not fit"):
+        training_plan(QWEN3_8B, 81_920, setup, budget)
+    _, ledger = scoring_plan(QWEN3_8B, 81_920, setup, budget)
+    assert ledger.n_tokens == 81_920
+    with pytest.raises(UserError, match="scoring a branch of 81,920 tokens takes"):
+        scoring_plan(QWEN3_8B, 81_920, setup, Budget(2 * GIB, 110 * GIB))
+
+
+@pytest.mark.filterwarnings("error:bitsandbytes")  # a kernel without a backward pass warns only
+@pytest.mark.parametrize("engine", ["plain", "long_context"])
+@pytest.mark.parametrize("stage", ["sft", "simpo"])
+def test_nf4_base_trains_a_float32_adapter(tmp_path: Path, engine: str, stage: str) -> None:
+    """bitsandbytes has NF4 on a CPU too. TRL would cast the adapter to bfloat16: steps of 1e-5 would be lost there."""
+    base = ModelConfig(name="tiny", dtype="bfloat16", quantization="nf4", engine=engine)  # type: ignore[arg-type]
+    model = make_model(tmp_path / "model", hidden_size=64, head_size=16)  # rows in blocks of 32
+    branches, paired = make_tables(tmp_path, n_pairs=2, n_heldout=0)
+    start = make_adapter(tmp_path / "start", model, dtype="float32")
+    optimizer = OptimizerConfig(learning_rate=1e-5, warmup_share=0.0)
+    spec = TrainSpec(
+        stage=stage,  # type: ignore[arg-type]
+        branches=(branches,),
+        pairs=paired.pairs,
+        model=model,
+        base=base,
+        lora=LoraConfig(r=4) if stage == "sft" else None,
+        adapters={"start": start} if stage == "simpo" else {},
+        sft=SftConfig(optimizer=optimizer),
+        simpo=SimpoConfig(optimizer=optimizer, plan="sequential", epochs=1),
+    )
+    seen: list[Any] = []
+
+    def spy(loaded: Any, *arguments: Any) -> torch.Tensor:
+        seen[:] = [loaded]
+        return token_logprobs(loaded, *arguments)
+
+    scorer = spy if engine == "plain" else None
+    assert spec.sft is not None
+    assert spec.simpo is not None
+    if stage == "sft":
+        report = sft.train(spec, spec.sft, Group(), tmp_path / "out", Stop(), scorer)
+    else:
+        report = preference.train(spec, spec.simpo, Group(), tmp_path / "out", Stop(), scorer)
+    assert report.settings["engine"].startswith(engine)
+    assert math.isfinite(report.last_loss)
+    stored = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    assert any(type(module).__name__ == "Linear4bit" for model in seen for module in model.modules()) == bool(scorer)
+
+
+def test_running_out_of_memory_is_told_with_advice(spec: TrainSpec, tmp_path: Path) -> None:
+    def scorer(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    assert spec.simpo is not None
+    with pytest.raises(
+        StageError, match=r"out of memory with branches of up to \d+ tokens .*Tried to allocate 20"
+    ) as error:
+        preference.train(spec, spec.simpo, Group(), tmp_path, Stop(), scorer)
+    assert 'set model.engine = "long_context"' in str(error.value)
+
+
+def test_advice_has_the_ledger(spec: TrainSpec) -> None:
+    budget = Budget(device_bytes=GIB, host_bytes=GIB)
+    run = with_engine(spec, "long_context")
+    engine = open_engine(
+        run, BranchTable(spec.branches), ["good-3"], Group(), optimizer=OPTIMIZER, accumulating=True, budget=budget
+    )
+    with (
+        pytest.raises(StageError, match=r"the ledger had predicted 0\.\d\d GiB"),
+        memory_advice(engine, Group().device),
+    ):
+        raise torch.OutOfMemoryError
