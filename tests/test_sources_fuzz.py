@@ -69,6 +69,17 @@ def test_made_up_values(adapter: Adapter, value: Any, lines: bool) -> None:
     read_side_file(document)
 
 
+AIDER_LINES = (
+    "# aider chat started at 2024-08-22 10:00:00",
+    "#### do it",
+    "####",
+    "> Added x.py",
+    "```python",
+    "```",
+    "",
+)
+
+
 def mutations(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths to places in a JSON value, few per list."""
     found = [path]
@@ -90,12 +101,33 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return [*value[:key], replaced(value[key], tuple(rest), new), *value[key + 1 :]]
 
 
+BY_HAND: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    (
+        "openai-chat",
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "out"},
+    ),
+    (
+        "anthropic-messages",
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text"}]}]},
+    ),
+)
+
+
 @pytest.fixture(scope="module")
 def real_documents(shared_dir: Path) -> dict[str, Document]:
-    """The smallest shared document of each format."""
-    found: dict[str, Document] = {}
+    """The smallest shared document of each format, and one by hand of those without any."""
+    found = {
+        name: Document("f", "s", "json", {"messages": [{"role": "user", "content": "go"}, turn, result]})
+        for name, turn, result in BY_HAND
+    }
     for path in sorted(shared_dir.rglob("*"), key=lambda path: path.stat().st_size):
-        if path.is_file() and path.stat().st_size < 120_000:
+        if path.is_file() and path.stat().st_size < 130_000:
             document = read_document(path.read_bytes(), path.name)
             if document.kind in ("json", "jsonl") and read_side_file(document) is None:
                 found.setdefault(find_adapter(document).name, document)
@@ -106,9 +138,11 @@ def real_documents(shared_dir: Path) -> dict[str, Document]:
 @given(data=st.data())
 @BOUNDED
 def test_mutated_real_files(adapter: Adapter, real_documents: dict[str, Document], data: st.DataObject) -> None:
-    document = real_documents.get(adapter.name)
-    if document is None:
-        return  # no small shared file of this format; made-up values cover it
+    if adapter.name == "aider":
+        text = "\n".join(data.draw(st.lists(st.sampled_from(AIDER_LINES) | st.text(max_size=20), max_size=12)))
+        read_or_refuse(adapter, Document("f", "s", "text", text))
+        return
+    document = real_documents[adapter.name]
     value = document.value
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.sampled_from(mutations(value)))

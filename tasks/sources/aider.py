@@ -6,6 +6,7 @@ lines are shown to the user only and are left out.
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 from schemas.trajectory import Author
 from tasks.sources.base import Adapter, build, spans
@@ -85,7 +86,7 @@ def read(document: Document) -> list[Run]:
         raise SourceError("aider: not a Markdown chat history")
     starts = [match.start() for match in _SESSION.finditer(document.value)]
     runs = []
-    for start, end in zip(starts, [*starts[1:], len(document.value)], strict=True):
+    for start, end in pairwise([*starts, len(document.value)]):
         session = document.value[start:end]
         heading, _, body = session.partition("\n")
         found = _MODEL.search(session)
