@@ -1,0 +1,175 @@
+"""Does SFT, then SimPO, teach a model something that held-out tasks show? `python -m benchmarks.learning OUT.json`
+
+Scripted agents really work on generated tasks; their runs are ingested, rendered, paired and trained on, as in a run of
+the pipeline. On pairs of held-out tasks, two figures for each model:
+
+pair accuracy    share of pairs whose chosen run has the higher mean log-probability per scored token
+reward accuracy  share whose chosen run gained more (or lost less) of it than the rejected one since the adapter that
+                 the preference stage began from; chance is one half, whatever that adapter preferred
+
+The control trains on the same pairs after exactly half of each kind of pair had chosen and rejected swapped: what is
+left then is no preference, and its reward accuracy must be at chance. Intervals resample tasks (95 %, bootstrap).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from artifacts.store import Store
+from artifacts.tables import open_table, write_table
+from schemas.config import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PairsConfig,
+    RenderConfig,
+    SftConfig,
+    SimpoConfig,
+    SourceConfig,
+    SplitConfig,
+)
+from schemas.refs import Ref
+from schemas.reports import Paired
+from schemas.tables import PAIRS
+from tasks.ingest import ingest
+from tasks.model import prepare_model
+from tasks.pairs import build_pairs
+from tasks.render import render
+from tasks.sample.generate import generate_samples
+from tasks.sft import sft
+from tasks.simpo import simpo
+
+MODEL = ModelConfig(name="tiny-qwen3")
+LORA = LoraConfig(r=8, alpha=16.0)
+SFT = SftConfig(epochs=2, optimizer=OptimizerConfig(learning_rate=4e-3))
+SIMPO = SimpoConfig(epochs=3, accumulation=4, plan="sequential", optimizer=OptimizerConfig(learning_rate=2e-3))
+
+
+def kind_of(pair: dict[str, Any]) -> tuple[str, bool]:
+    """Pairs of one kind favour the same surface features, so a control must be balanced within each."""
+    return pair["rule"], pair["chosen_n_tokens"] > pair["rejected_n_tokens"]
+
+
+def with_shuffled_labels(paired: Paired, folder: Path, store: Store, seed: int) -> tuple[Paired, int]:
+    """The pairs with chosen and rejected swapped in half of the training pairs of each kind (one may be left over)."""
+    rows = open_table(paired.pairs).to_pylist()
+    members: dict[tuple[str, bool], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        if row["split"] == "train":
+            members[kind_of(row)].append(index)
+    draw, swapped = np.random.default_rng(seed), set[int]()
+    for indices in members.values():
+        swapped |= set(draw.permutation(indices)[: len(indices) // 2].tolist())
+    for index in swapped:
+        row = rows[index]
+        for name in ("branch_id", "n_tokens", "n_scored"):
+            one, other = f"chosen_{name}", f"rejected_{name}"
+            row[one], row[other] = row[other], row[one]
+    path = folder / "shuffled.arrow"
+    write_table(path, PAIRS, rows)
+    return paired.model_copy(update={"pairs": store.add(path, "pairs", n_rows=len(rows))}), len(swapped)
+
+
+def heldout_pairs(paired: Paired) -> list[dict[str, Any]]:
+    return [row for row in open_table(paired.pairs).to_pylist() if row["split"] == "heldout"]
+
+
+def mean_logps(model: Ref, adapter: Ref | None, tables: tuple[Ref, ...], names: list[str]) -> dict[str, float]:
+    """branch_id -> mean log-probability per scored token under the base model with one adapter, or without."""
+    from engine.collectives import Group
+    from engine.data import BranchTable
+    from engine.evaluate import score_branches
+    from engine.loading import load_adapter, load_base
+    from engine.scores import token_logprobs
+
+    group = Group()
+    loaded: Any = load_base(model, MODEL, group.device, 0)
+    if adapter is not None:
+        loaded = load_adapter(loaded, adapter, model, trainable=False)
+    scores = score_branches(loaded.eval(), BranchTable(tables), names, 8192, group, token_logprobs)
+    return {name: score.mean_logp for name, score in scores.items()}
+
+
+def accuracy(pairs: list[dict[str, Any]], values: dict[str, float]) -> dict[str, Any]:
+    """Share of pairs whose chosen run has the higher value, with its interval over tasks."""
+    from engine.evaluate import bootstrap_accuracy
+
+    margins: dict[str, list[float]] = defaultdict(list)
+    for pair in pairs:
+        margins[pair["task_id"]].append(values[pair["chosen_branch_id"]] - values[pair["rejected_branch_id"]])
+    flat = [margin for task in margins.values() for margin in task]
+    share = sum(margin > 0 for margin in flat) / len(flat)
+    interval = bootstrap_accuracy(margins, 10_000, seed=0)
+    assert interval is not None
+    return {"share": round(share, 4), "ci95": [round(edge, 4) for edge in interval], "margin": float(np.mean(flat))}
+
+
+def run(folder: Path, n_tasks: int, seed: int) -> dict[str, Any]:
+    started = time.monotonic()
+    store = Store(folder / "store")
+    samples = generate_samples(folder / "samples", n_tasks=n_tasks, seed=seed, target_tokens=(2_000, 5_000))
+    ingested = ingest(SourceConfig(paths=(str(folder / "samples"),)), store)
+    model = prepare_model(MODEL, store).model
+    split = SplitConfig(heldout_share=0.4)
+    rendered = render(ingested.trajectories, model, RenderConfig(max_tokens=16_384), split, store)
+    paired = build_pairs(rendered.branches, ingested.trajectories, PairsConfig(), store)
+    first = sft(rendered.branches, model, SFT, LORA, MODEL, store, log=print)
+    shuffled, n_swapped = with_shuffled_labels(paired, folder, store, seed)
+    second, control = (
+        simpo(pairs, rendered.branches, model, first.adapter, SIMPO, MODEL, store, log=print)
+        for pairs in (paired, shuffled)
+    )
+    pairs = heldout_pairs(paired)
+    names = sorted({pair[f"{side}_branch_id"] for pair in pairs for side in ("chosen", "rejected")})
+    tables = (rendered.branches,) if paired.derived_branches is None else (rendered.branches, paired.derived_branches)
+    adapters = {"base": None, "sft": first.adapter, "simpo": second.adapter, "control": control.adapter}
+    means = {name: mean_logps(model, adapter, tables, names) for name, adapter in adapters.items()}
+    results: dict[str, Any] = {name: {"pair_accuracy": accuracy(pairs, values)} for name, values in means.items()}
+    for name in ("simpo", "control"):
+        gains = {branch: means[name][branch] - means["sft"][branch] for branch in names}
+        results[name]["reward_accuracy"] = accuracy(pairs, gains)
+    return {
+        "seed": seed,
+        "runs": samples.n_runs,
+        "tasks": {
+            "train": n_tasks - len({pair["task_id"] for pair in pairs}),
+            "heldout": len({p["task_id"] for p in pairs}),
+        },
+        "length_tokens": rendered.report.length_tokens,
+        "pairs": {
+            "train": paired.report.by_split.get("train", 0),
+            "heldout": len(pairs),
+            "swapped_in_control": n_swapped,
+        },
+        "models": results,
+        "sft_loss": [first.report.first_loss, first.report.last_loss],
+        "simpo_margin": [second.report.first_margin, second.report.last_margin],
+        "control_margin": [control.report.first_margin, control.report.last_margin],
+        "wall_s": round(time.monotonic() - started, 1),
+        "settings": second.report.settings,
+        "machine": platform.processor() or platform.machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the results, as JSON")
+    parser.add_argument("--folder", type=Path, required=True, help="where runs and artifacts are made")
+    parser.add_argument("--tasks", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    result = run(options.folder, options.tasks, options.seed)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result["models"], indent=2))
+
+
+if __name__ == "__main__":
+    main()
