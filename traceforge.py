@@ -163,20 +163,21 @@ def export(
 
 @app.command()
 def plan(
-    config: Config,
     set_: Set,
+    config: Annotated[Path, typer.Option(help="whose model, LoRA and optimiser sections count")] = TWO_GPU,
+    model: Annotated[str, typer.Option(help="qwen3-8b, or a folder with config.json; else the configuration's")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="length of the branch")] = 81_920,
     scored: Annotated[int, typer.Option(min=1, help="how many of them are scored")] = 4_096,
-    device_gib: Annotated[float, typer.Option(min=0.1, help="memory of one device")] = 23.5,
+    gpu_gib: Annotated[float, typer.Option(min=0.1, help="memory of one GPU that may be used")] = 23.5,
     host_gib: Annotated[float, typer.Option(min=0.1, help="host memory to offload to")] = 64.0,
     json: Json = False,
 ) -> None:
-    """Predicts the memory of a branch, component by component. Reads the model's config; trains nothing."""
+    """Predicts the memory of a branch, component by component. Reads a model's config alone; trains nothing."""
     from schemas.load import load_config
     from tasks.plan import plan_memory
 
-    loaded = load_config(config, set_)
-    report = plan_memory(loaded, n_tokens=tokens, n_scored=scored, device_gib=device_gib, host_gib=host_gib)
+    limits = {"n_tokens": tokens, "n_scored": scored, "device_gib": gpu_gib, "host_gib": host_gib}
+    report = plan_memory(load_config(config, set_), model=model, **limits)
     emit(report, json, report.text())
 
 

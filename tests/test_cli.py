@@ -106,8 +106,14 @@ def model_without_weights(folder: Path) -> str:
         (["run", DEMO, "--set", "source.paths=['/nowhere']"], "/nowhere"),
         (["run", DEMO, "--set", "source.paths=['{tmp}/empty']"], "{tmp}/empty"),
         (["run", DEMO, "--refresh", "sftt"], "--refresh: no stage 'sftt' (one of ingest, model"),
-        (["plan", DEMO, "--set", "model.name={tmp}/m", "--set", "store={tmp}/s"], "a model folder without weights"),
-        (["plan", DEMO, "--set", "store={tmp}/s", "--device-gib", "0.1", "--tokens", "9000000"], "does not fit"),
+        (
+            ["plan", "--config", DEMO, "--set", "model.name={tmp}/m", "--set", "store={tmp}/s"],
+            "a model folder without weights",
+        ),
+        (
+            ["plan", "--config", DEMO, "--set", "store={tmp}/s", "--gpu-gib", "0.1", "--tokens", "9000000"],
+            "does not fit",
+        ),
         (["inspect", "/nowhere.json", "--set", "store={tmp}/s"], "/nowhere.json: no such file"),
         (["artifacts", "list", "--store", "{tmp}/none"], "{tmp}/none: no artifact store"),
         (["artifacts", "show", "ff", "--store", "{tmp}/store"], "0 payloads whose digest begins with 'ff'"),
@@ -195,3 +201,12 @@ def test_interrupt_in_training_ends_with_130_and_leaves_no_process(samples: Path
     wait_for(
         lambda: not processes_of(tmp_path, "engine.train") and not processes_of(tmp_path, "tasks.local_server"), 30
     )
+
+
+def test_plan_needs_a_model_config_alone() -> None:
+    options = ("--tokens", "81920", "--gpu-gib", "11", "--host-gib", "110", "--json")
+    code, out, _ = invoke("plan", "--model", "qwen3-8b", *options)
+    report = json.loads(out)
+    assert code == 0
+    assert report["peak_device_bytes"] <= report["device_limit_bytes"]
+    assert report["longest_tokens"] >= 81_920
