@@ -9,7 +9,7 @@ demo: setup            ## the whole pipeline on sample runs, on the CPU, with a 
 	$(BIN)/traceforge demo
 
 test: setup            ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup           ## lint, format and types
 	$(BIN)/ruff check .
