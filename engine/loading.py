@@ -62,6 +62,7 @@ def load_base(model: Ref, config: ModelConfig, device: torch.device, max_tokens:
         ) from error
     if quantization is None:
         nn.Module.to(loaded, device)
+    module: Any
     for module in loaded.modules():
         # in evaluation mode on a CPU bitsandbytes repacks its weights for a kernel that has no backward pass
         if hasattr(module, "support_avx512bf16_for_cpu"):

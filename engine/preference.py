@@ -18,7 +18,7 @@ from transformers import PrinterCallback, TrainerState, TrainingArguments
 from engine import losses
 from engine.collectives import Group, compare_digests, join, tensor_digest
 from engine.cost import cost_model
-from engine.data import BranchTable, read_pairs
+from engine.data import BranchTable, Pair, read_pairs
 from engine.deal import describe
 from engine.health import EarlyStop, check_trackers, tracker_callbacks
 from engine.loading import load_adapter, load_base, save_adapter
@@ -129,20 +129,70 @@ def train(
         raise UserError("no pair is in the train split", where="simpo", fix="see the pair report for what was refused")
     names = sorted({name for pair in rows for name in (pair.chosen, pair.rejected)})
     engine = open_engine(spec, branches, names, group, optimizer=config.optimizer, accumulating=True)
+    with memory_advice(engine, group.device):
+        trainer = _load(spec, config, group, out, stop, engine, scorer or engine.scorer, branches, rows)
+        checkpoint = latest_checkpoint(out)
+        if checkpoint is not None:
+            trainer.meter.restore(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history)
+        _compare_ranks(spec, trainer, checkpoint)
+        compared = rows[:: math.ceil(len(rows) / MARGIN_PAIRS)]
+        compared_names = sorted({name for pair in compared for name in (pair.chosen, pair.rejected)})
+        score_all = partial(
+            branch_logprobs, trainer.policy, branches, compared_names, group, trainer.scorer, trainer.cost
+        )
+        trainer.start_logps = _start_logprobs(out, checkpoint, group, score_all)
+        first_margin = mean_margin(trainer.start_logps, branches, compared)
+        windows = trainer.windows
+        plan_text = f"{config.plan}: {describe([trainer.deal_of(window) for window in windows])}"
+        early_stop = EarlyStop(config.early_stop)
+        trainer.add_callback(Checkpoints(group, trainer.policy, out, config.save_steps, stop))
+        trainer.add_callback(early_stop)
+        if group.rank == 0:
+            for callback in (StepPrinter(), *tracker_callbacks(spec, config.trackers)):
+                trainer.add_callback(callback)
+            print(
+                f"{config.loss}: {len(rows)} pairs, {len(windows)} steps of {len(windows[0])} to {len(windows[-1])} "
+                f"pairs, {group.world_size} process(es) ({group.backend}), beta {config.beta:g}, gamma "
+                f"{config.resolved_gamma:g}, cpo_alpha {config.cpo_alpha:g}, margin before step 1 {first_margin:.4f}\n"
+                f"plan {plan_text}\nengine {engine.name}: {engine.why}",
+                flush=True,
+            )
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if stop.agreed:
+            raise StageError(f"stopped on request after step {trainer.state.global_step}; a checkpoint was saved")
+        margins = first_margin, mean_margin(score_all(), branches, compared)
+    if group.rank == 0:
+        origin = {"base_name": spec.base.name, "model_sha256": spec.model.sha256, "stage": "simpo"}
+        save_adapter(trainer.policy, out / "adapter", **origin)
+    return _report(spec, config, trainer, engine, margins, plan_text, early_stop.reason, resumed_step(checkpoint))
+
+
+def _load(
+    spec: TrainSpec,
+    config: SimpoConfig,
+    group: Group,
+    out: Path,
+    stop: Stop,
+    engine: Engine,
+    scorer: Scorer,
+    branches: BranchTable,
+    rows: list[Pair],
+) -> PreferenceTrainer:
+    """Model, adapter and reference scores, in a trainer without callbacks; the ranks have met when it returns."""
     base = load_base(spec.model, spec.base, group.device, engine.longest_tokens)
     model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
     join(group)
-    scorer = scorer or engine.scorer
     checkpointing = engine.name == "plain" and group.device.type == "cuda"
     cost = cost_model(base.config.to_dict(), recomputes=checkpointing or engine.name == "long_context")
     kind = losses.LOSSES[config.loss]
     references: dict[str, float] = {}
     if kind.needs_reference:
+        names = [name for pair in rows for name in (pair.chosen, pair.rejected)]
         folder = Path(spec.reference_folder or out)
-        references = reference_scores(spec, model, branches, names, group, folder, scorer)
+        references = reference_scores(spec, model, branches, sorted(set(names)), group, folder, scorer)
     pairs = Pairs(rows, branches, loss_of(config), kind, references)
-    max_packed = _max_packed_tokens(config, engine, model.peft_config["default"].lora_dropout, group)  # type: ignore[attr-defined]
-    windows = training_windows(config, len(pairs))
+    dropout = float(model.peft_config["default"].lora_dropout)  # type: ignore[attr-defined]
+    max_packed_tokens = _max_packed_tokens(config, engine, dropout, group)
     settings = trainer_settings(
         out,
         config.optimizer,
@@ -156,8 +206,9 @@ def train(
     trainer = PreferenceTrainer(
         model=model,
         pairs=pairs,
-        windows=windows,
-        costs=[pairs.cost(index, cost, max_packed) for index in range(len(pairs))],
+        windows=training_windows(config, len(pairs)),
+        cost=cost,
+        max_packed_tokens=max_packed_tokens,
         plan=config.plan,
         balanced=config.balanced,
         group=group,
@@ -165,80 +216,67 @@ def train(
         stop=stop,
         args=TrainingArguments(**settings),
     )
-    early_stop = EarlyStop(config.early_stop)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Checkpoints(group, model, out, config.save_steps, stop))
-    trainer.add_callback(early_stop)
-    if group.rank == 0:
-        trainer.add_callback(StepPrinter())
-        for callback in tracker_callbacks(spec, config.trackers):
-            trainer.add_callback(callback)
-    checkpoint = latest_checkpoint(out)
-    if checkpoint is not None:
-        trainer.meter.restore(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history)
-    order = repr([[pairs.name(index) for index in window] for window in windows])
+    return trainer
+
+
+def _compare_ranks(spec: TrainSpec, trainer: PreferenceTrainer, checkpoint: Path | None) -> None:
+    """StageError unless all ranks hold the same before step 1."""
+    order = repr([[trainer.pairs.name(index) for index in window] for window in trainer.windows])
     compare_digests(
-        group,
+        trainer.group,
         {name: tensor_digest(parameter) for name, parameter in trainer.parameters.items()}
         | {
-            "the kind of device": group.device.type,
-            "the base model": _frozen_sample(model),
+            "the kind of device": trainer.group.device.type,
+            "the base model": _frozen_sample(trainer.policy),
             "the order of pairs": hashlib.sha256(order.encode()).hexdigest(),
             "the run spec": spec.digest(),
             "the checkpoint": checkpoint.name if checkpoint else "none",
         },
         "before step 1",
     )
-    compared = rows[:: math.ceil(len(rows) / MARGIN_PAIRS)]
-    compared_names = sorted({name for pair in compared for name in (pair.chosen, pair.rejected)})
-    score_all = partial(branch_logprobs, model, branches, compared_names, group, scorer, cost)
-    with memory_advice(engine, group.device):
-        trainer.start_logps = _start_logprobs(out, checkpoint, group, score_all)
-        first_margin = mean_margin(trainer.start_logps, branches, compared)
-        plan_text = describe([trainer.deal_of(window) for window in windows])
-        if group.rank == 0:
-            print(
-                f"{config.loss}: {len(pairs)} pairs, {len(windows)} steps of {len(windows[0])} to {len(windows[-1])} "
-                f"pairs, {group.world_size} process(es) ({group.backend}), beta {config.beta:g}, gamma "
-                f"{config.resolved_gamma:g}, cpo_alpha {config.cpo_alpha:g}, margin before step 1 {first_margin:.4f}\n"
-                f"plan {config.plan}: {plan_text}\nengine {engine.name}: {engine.why}",
-                flush=True,
-            )
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if stop.agreed:
-            raise StageError(f"stopped on request after step {trainer.state.global_step}; a checkpoint was saved")
-        last_margin = mean_margin(score_all(), branches, compared)
-    if group.rank == 0:
-        save_adapter(model, out / "adapter", base_name=spec.base.name, model_sha256=spec.model.sha256, stage="simpo")
+
+
+def _report(
+    spec: TrainSpec,
+    config: SimpoConfig,
+    trainer: PreferenceTrainer,
+    engine: Engine,
+    margins: tuple[float, float],
+    plan_text: str,
+    stopped_early: str | None,
+    resumed_from_step: int,
+) -> TrainReport:
+    group, windows = trainer.group, trainer.windows
     points = curve(trainer.state.log_history, config.epochs)
     first_loss, last_loss = first_and_last_loss(points)
     idle = [point.idle_share for point in points if point.idle_share is not None]
     return TrainReport(
         stage="simpo",
-        n_examples=len(pairs),
+        n_examples=len(trainer.pairs),
         n_steps=trainer.state.global_step,
         n_tokens_seen=trainer.meter.tokens_seen,
         n_tokens_scored=trainer.meter.tokens_scored,
         padding_share=0.0,
         first_loss=first_loss,
         last_loss=last_loss,
-        first_margin=first_margin,
-        last_margin=last_margin,
+        first_margin=margins[0],
+        last_margin=margins[1],
         wall_s=trainer.meter.train_s,
         world_size=group.world_size,
         backend=group.backend,
-        plan=f"{config.plan}: {plan_text}",
+        plan=plan_text,
         peak_memory_bytes=peak_memory_bytes(group.device),
         idle_share=sum(idle) / len(idle) if idle else None,
-        stopped_early=early_stop.reason,
-        resumed_from_step=resumed_step(checkpoint),
-        settings=engine.settings(base)
+        stopped_early=stopped_early,
+        resumed_from_step=resumed_from_step,
+        settings=engine.settings(trainer.policy)
         | {
             "device": str(group.device),
             "dtype": spec.base.dtype,
             "optimizer": config.optimizer.optimizer,
             "loss": config.loss,
-            "reference": f"base model, {len(references)} branches" if references else "none",
+            "reference": "base model" if losses.LOSSES[config.loss].needs_reference else "none",
             "beta": f"{config.beta:g}",
             "gamma": f"{config.resolved_gamma:g}",
             "cpo_alpha": f"{config.cpo_alpha:g}",

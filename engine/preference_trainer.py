@@ -152,8 +152,10 @@ class PreferenceTrainer(SafeSaves):
 
     Args:
         windows: pair indices of every optimiser step.
-        costs: predicted cost of every pair, which branches are dealt by.
-        start_logps: logp_P of branches under the policy that training started from; filled before training.
+        cost: predicts the work of a branch, which branches are dealt by.
+        max_packed_tokens: the longest pass over both tails of a pair; 0: none.
+
+    `start_logps` holds logp_P of branches under the policy that training starts from; to be filled before that.
     """
 
     def __init__(
@@ -162,7 +164,8 @@ class PreferenceTrainer(SafeSaves):
         model: PeftModel,
         pairs: Pairs,
         windows: Sequence[Sequence[int]],
-        costs: Sequence[PairCost],
+        cost: CostModel,
+        max_packed_tokens: int,
         plan: Plan,
         balanced: bool,
         group: Group,
@@ -171,7 +174,8 @@ class PreferenceTrainer(SafeSaves):
         **kwargs: Any,
     ) -> None:
         super().__init__(model=model, train_dataset=PairIndices(len(pairs)), **kwargs)
-        self.policy, self.pairs, self.windows, self.costs = model, pairs, windows, costs
+        self.policy, self.pairs, self.windows, self.cost = model, pairs, windows, cost
+        self.costs = [pairs.cost(index, cost, max_packed_tokens) for index in range(len(pairs))]
         self.dealt = partial(deal, plan=plan, n_ranks=group.world_size, balanced=balanced)
         self.group, self.scorer, self.stop = group, scorer, stop
         self.start_logps: dict[str, np.ndarray] = {}
