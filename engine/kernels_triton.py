@@ -7,8 +7,8 @@ Row offsets are 64-bit: the packed q|k|v buffer of 384K tokens has more than 2^3
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from engine.kernels import GroupColumns

@@ -1,6 +1,7 @@
 """Fifty task runs at a time, each with an artifact, in a process of its own: `python tests/parallel_flow.py`."""
 
 import sys
+from typing import Any
 
 from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact
@@ -15,7 +16,10 @@ def one(number: int) -> int:
     return number
 
 
-@flow(name="parallel", task_runner=ThreadPoolTaskRunner(max_workers=N_TASKS), persist_result=False)
+RUNNER: Any = ThreadPoolTaskRunner(max_workers=N_TASKS)  # its futures' type is open where the decorator wants one
+
+
+@flow(name="parallel", task_runner=RUNNER, persist_result=False)
 def parallel() -> int:
     return sum(one.map(range(N_TASKS)).result())
 

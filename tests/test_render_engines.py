@@ -152,7 +152,7 @@ def test_small_corpora_stay_in_one_process(trajectories: Ref) -> None:
 def ray_cluster() -> Iterator[None]:
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed (extra ray)")
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield

@@ -1,6 +1,7 @@
 """Arrow tables: what is written is read back, by us and by `datasets`, and what is damaged is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -10,8 +11,8 @@ from schemas.errors import ArtifactError
 from schemas.tables import PAIRS
 
 
-def row(number: int) -> dict[str, object]:
-    numbers = {field.name: number for field in PAIRS if not str(field.type).startswith("large_string")}
+def row(number: int) -> dict[str, Any]:
+    numbers: dict[str, Any] = {field.name: number for field in PAIRS if not str(field.type).startswith("large_string")}
     return {name: f"{name}-{number}" for name in PAIRS.names} | numbers
 
 
