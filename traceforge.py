@@ -111,7 +111,7 @@ def simpo(
     config: Config,
     set_: Set,
     refresh: Refresh,
-    plan: Annotated[str, typer.Option(help="parallel (a process per branch) or sequential; else the config's")] = "",
+    plan: Annotated[str, typer.Option(help="auto, parallel, sequential or shared_prefix; else the config's")] = "",
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:

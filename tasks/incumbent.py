@@ -12,9 +12,16 @@ ORIGIN_FILE: Final = "traceforge.json"
 
 
 def comparable_incumbent(store: Store, model: Ref, candidate: Ref) -> Ref | None:
-    """The adapter that `current` names, unless it is the candidate itself, is gone, or was trained on another model."""
-    incumbent = current(store)
-    if incumbent is None or incumbent.sha256 == candidate.sha256:
+    """Whom a candidate is measured against: the adapter in charge, or none that was trained on this model.
+
+    A candidate that is in charge already is measured against the one it replaced, as it was when it was decided on:
+    the same comparison has the same cache key, so running again after a promotion evaluates nothing anew.
+    """
+    in_charge = current(store)
+    if in_charge is None:
+        return None
+    incumbent = in_charge.replaced if in_charge.adapter.sha256 == candidate.sha256 else in_charge.adapter
+    if incumbent is None:
         return None
     origin = Path(incumbent.path) / ORIGIN_FILE
     if not origin.is_file() or json.loads(origin.read_text(encoding="utf-8"))["model_sha256"] != model.sha256:

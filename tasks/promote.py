@@ -8,7 +8,7 @@ import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from artifacts.store import Store, write_atomically
 from schemas.config import PromoteConfig
@@ -61,7 +61,14 @@ def decide(candidate: ModelScore, incumbent: ModelScore | None, policy: PromoteC
     return True, (f"{policy.metric} {value:.4f} gains {gain:+.4f} over {incumbent.name}",)
 
 
-def current(store: Store) -> Ref | None:
+class Incumbent(NamedTuple):
+    """Who is in charge, and whom it replaced when it came."""
+
+    adapter: Ref
+    replaced: Ref | None
+
+
+def current(store: Store) -> Incumbent | None:
     """The adapter that the alias `current` names; None before the first promotion.
 
     Raises:
@@ -71,7 +78,9 @@ def current(store: Store) -> Ref | None:
     if not alias.is_file():
         return None
     try:
-        return Ref.model_validate(json.loads(alias.read_text())["adapter"])
+        record = json.loads(alias.read_text())
+        replaced = record.get("replaced")
+        return Incumbent(Ref.model_validate(record["adapter"]), Ref.model_validate(replaced) if replaced else None)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             "the alias `current` cannot be read", where=alias, fix="restore it from history.jsonl"
@@ -105,7 +114,8 @@ def promote(evaluated: Evaluated, candidate: Ref, config: PromoteConfig, store: 
     score = report.of("simpo") or report.of("sft")
     if score is None:
         raise UserError("the evaluation has no score of the candidate", where="promote")
-    incumbent = current(store)
+    in_charge = current(store)
+    incumbent = in_charge.adapter if in_charge else None
     if incumbent is not None and incumbent.sha256 == candidate.sha256:
         promoted, reasons = False, ("the candidate already is the incumbent",)
     else:
@@ -118,6 +128,7 @@ def promote(evaluated: Evaluated, candidate: Ref, config: PromoteConfig, store: 
     )
     record = {
         "adapter": candidate.model_dump(mode="json"),
+        "replaced": incumbent.model_dump(mode="json") if incumbent else None,
         "decision": outcome.model_dump(mode="json"),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -205,7 +205,7 @@ def test_stages_end_to_end(tmp_path: Path) -> None:
     assert [score.name for score in scored.report.models] == ["base", "sft", "simpo"]
     outcome = promote(scored, second.adapter, PromoteConfig(metric="mean_margin"), store)
     assert outcome.report.promoted
-    assert current(store) == second.adapter
+    assert current(store) == (second.adapter, None)
     assert any("step 1/" in line for line in lines)
     assert not list((store.root / "work").iterdir()), "working folders are left behind"
 

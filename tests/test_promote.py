@@ -12,6 +12,7 @@ from schemas.config import PromoteConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
 from schemas.reports import EvalReport, Evaluated, ModelScore
+from tasks.incumbent import ORIGIN_FILE, comparable_incumbent
 from tasks.promote import current, decide, promote
 
 
@@ -75,12 +76,12 @@ def test_alias_moves_only_for_the_better(tmp_path: Path) -> None:
     first = promote(evaluated(base=0.5, sft=0.6, simpo=0.7), adapter("a"), PromoteConfig(), store)
     assert first.report.promoted
     assert first.report.incumbent_sha256 is None
-    assert current(store) == adapter("a")
+    assert current(store) == (adapter("a"), None)
 
     worse = promote(evaluated(base=0.5, simpo=0.6, incumbent=0.7), adapter("b"), PromoteConfig(), store)
     assert not worse.report.promoted
     assert worse.report.incumbent_sha256 == "a" * 64
-    assert current(store) == adapter("a")
+    assert current(store) == (adapter("a"), None)
 
     again = promote(evaluated(base=0.5, simpo=0.7), adapter("a"), PromoteConfig(), store)
     assert again.report.reasons == ("the candidate already is the incumbent",)
@@ -88,6 +89,26 @@ def test_alias_moves_only_for_the_better(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "aliases" / "history.jsonl").read_text().splitlines()]
     assert [line["decision"]["promoted"] for line in lines] == [True, False, False]
     assert [line["adapter"]["sha256"][0] for line in lines] == ["a", "b", "a"]
+
+
+def trained_on(folder: Path, name: str, model_sha256: str) -> Ref:
+    path = folder / name
+    path.mkdir()
+    (path / ORIGIN_FILE).write_text(json.dumps({"model_sha256": model_sha256}))
+    return adapter(name).model_copy(update={"path": str(path)})
+
+
+def test_a_promoted_candidate_is_still_measured_against_the_one_it_replaced(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model = Ref(kind="model", path="/model", sha256="c" * 64, n_bytes=1)
+    first, second = (trained_on(tmp_path, name, model.sha256) for name in ("a", "b"))
+    assert comparable_incumbent(store, model, first) is None
+    promote(evaluated(base=0.5, simpo=0.6), first, PromoteConfig(), store)
+    assert comparable_incumbent(store, model, first) is None
+    assert comparable_incumbent(store, model, second) == first
+    promote(evaluated(base=0.5, simpo=0.7, incumbent=0.6), second, PromoteConfig(), store)
+    assert comparable_incumbent(store, model, second) == first
+    assert comparable_incumbent(store, model.model_copy(update={"sha256": "d" * 64}), second) is None
 
 
 def test_without_incumbent_the_base_model_is_the_one_to_beat(tmp_path: Path) -> None:
