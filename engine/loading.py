@@ -18,10 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from schemas.config import LoraConfig, ModelConfig
 from schemas.errors import StageError, UserError
-from schemas.refs import Ref
-
-ORIGIN_FILE = "traceforge.json"
-"""In an adapter folder: which base model (by digest) and which stage it comes from."""
+from schemas.refs import ORIGIN_FILE, Ref
 
 
 def pick_device() -> torch.device:

@@ -1,6 +1,6 @@
 """References to stored payloads. A stage hands on references and small reports, never tables or tensors."""
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
@@ -9,6 +9,10 @@ from schemas.base import Frozen
 Kind = Literal["trajectories", "branches", "pairs", "model", "adapter", "reference_scores", "evaluation"]
 
 Digest = Literal["content", "listing"]
+
+
+ORIGIN_FILE: Final = "traceforge.json"
+"""In an adapter folder: which base model (by digest) and which stage it comes from."""
 
 
 class Ref(Frozen):

@@ -2,13 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Final
 
 from artifacts.store import Store
-from schemas.refs import Ref
+from schemas.refs import ORIGIN_FILE, Ref
 from tasks.promote import current
-
-ORIGIN_FILE: Final = "traceforge.json"
 
 
 def comparable_incumbent(store: Store, model: Ref, candidate: Ref) -> Ref | None:

@@ -17,12 +17,10 @@ from engine.memory import GIB, Setup, dimensions, predict, trained_parameters
 from engine.offload import HostPool
 from engine.plan import POLICIES, LayerPlan, MemoryPlan, kept_shapes, uniform_plan
 from schemas.errors import UserError
+from tasks.plan import SHAPES
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "engine_h200.json"
-QWEN3_8B = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-}  # fmt: skip
+QWEN3_8B = SHAPES["qwen3-8b"]
 TINY = Setup(base="fp64", lora_rank=3, align=1, n_scored=4)
 
 

@@ -10,9 +10,9 @@ import pytest
 from artifacts.store import Store
 from schemas.config import PromoteConfig
 from schemas.errors import UserError
-from schemas.refs import Ref
+from schemas.refs import ORIGIN_FILE, Ref
 from schemas.reports import EvalReport, Evaluated, ModelScore
-from tasks.incumbent import ORIGIN_FILE, comparable_incumbent
+from tasks.incumbent import comparable_incumbent
 from tasks.promote import current, decide, promote
 
 

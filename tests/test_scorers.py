@@ -23,19 +23,10 @@ from engine.session import Stop
 from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig, SimpoConfig
 from schemas.errors import StageError, UserError
 from schemas.spec import TrainSpec
+from tasks.plan import SHAPES
 
 OPTIMIZER = OptimizerConfig(learning_rate=5e-3, warmup_share=0.0, max_grad_norm=0.3)
-QWEN3_8B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-}
+QWEN3_8B = SHAPES["qwen3-8b"]
 
 
 @pytest.fixture(autouse=True)
