@@ -1,13 +1,11 @@
 """What the Prefect UI shows of each stage: one markdown page for each result, made from its report alone."""
 
-from collections.abc import Iterable, Mapping, Sequence
 from functools import singledispatch
 from typing import NamedTuple
 
 from artifacts import charts
-from schemas.refs import Ref
+from artifacts import markdown as md
 from schemas.reports import (
-    Dropped,
     Evaluated,
     Ingested,
     ModelReady,
@@ -21,72 +19,12 @@ from schemas.reports import (
 )
 from schemas.runs import RunReport
 
-DROPPED_SHOWN = 20
-"""All of a card lies in the server's database; the report in the artifact store has the whole list."""
-
-
-NONE = "n/a"
-
 
 class Card(NamedTuple):
     key: str
     """lowercase letters, digits and dashes"""
     title: str
     markdown: str
-
-
-def _number(value: float | None, digits: int = 4) -> str:
-    if value is None:
-        return NONE
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}g}"
-
-
-def _cell(text: object) -> str:
-    """Text of the data may hold anything: neither a table row nor the page may break on it."""
-    return " ".join(str(text).replace("|", "\\|").replace("<", "&lt;").split())
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def _values(title: str, values: Mapping[str, float]) -> str:
-    """In the order given."""
-    if not values:
-        return ""
-    return f"### {title}\n\n" + _table(("", "n"), [(name, _number(value)) for name, value in values.items()])
-
-
-def _counts(title: str, counts: Mapping[str, float]) -> str:
-    """Largest first."""
-    return _values(title, dict(sorted(counts.items(), key=lambda item: -item[1])))
-
-
-def _picture(uri: str, alternative: str) -> str:
-    return f"![{alternative}]({uri})"
-
-
-def _dropped(title: str, dropped: Sequence[Dropped], n_all: int = 0) -> str:
-    """`n_all`: how many there are, where `dropped` lists only the first of them."""
-    if not dropped:
-        return ""
-    n_all = max(n_all, len(dropped))
-    more = f"\n\n… and {n_all - DROPPED_SHOWN:,} more" if n_all > DROPPED_SHOWN else ""
-    table = _table(("what", "why"), [(item.what, item.reason) for item in dropped[:DROPPED_SHOWN]])
-    return f"### {title} ({n_all:,})\n\n{table}{more}"
-
-
-def _payloads(refs: Sequence[Ref]) -> str:
-    if not refs:
-        return ""
-    rows = [(f"`{ref.path}`", _number(ref.n_rows), f"{ref.n_bytes / 2**20:,.2f}", ref.sha256[:16]) for ref in refs]
-    return "### Files\n\n" + _table(("path", "rows", "MiB", "sha256"), rows)
-
-
-def _page(*parts: str) -> str:
-    return "\n\n".join(part for part in parts if part)
 
 
 @singledispatch
@@ -113,22 +51,22 @@ def _(result: Ingested) -> str:
 @card.register
 def _(result: Ingested) -> Card:
     report = result.report
-    markdown = _page(
+    markdown = md.page(
         f"**{report.n_trajectories:,} runs** with {report.n_turns:,} turns, from {report.n_files:,} files."
         + ("" if report.redact else " **Not redacted.**"),
-        _counts("By outcome", report.by_outcome),
-        _counts("By format", report.by_format),
-        _counts("By exit status (the agent's own claim)", report.by_exit_status),
+        md.counts("By outcome", report.by_outcome),
+        md.counts("By format", report.by_format),
+        md.counts("By exit status (the agent's own claim)", report.by_exit_status),
         "### Lengths\n\n"
-        + _picture(charts.bars(report.length_chars, x_label="characters, up to", y_label="runs"), "runs by length")
+        + md.picture(charts.bars(report.length_chars, x_label="characters, up to", y_label="runs"), "runs by length")
         if report.length_chars
         else "",
-        _counts("Redactions", report.redactions),
-        _counts("Left out, by reason", report.left_out_by_reason),
-        _dropped("Quarantined files", report.quarantined, report.n_quarantined),
-        _dropped("Damaged lines", report.damaged, report.n_damaged),
-        _dropped("Duplicates left out", report.duplicates, report.n_duplicates),
-        _payloads(result.refs()),
+        md.counts("Redactions", report.redactions),
+        md.counts("Left out, by reason", report.left_out_by_reason),
+        md.dropped("Quarantined files", report.quarantined, report.n_quarantined),
+        md.dropped("Damaged lines", report.damaged, report.n_damaged),
+        md.dropped("Duplicates left out", report.duplicates, report.n_duplicates),
+        md.payloads(result.refs()),
     )
     return Card("ingest", "Ingested runs", markdown)
 
@@ -141,30 +79,42 @@ def _(result: ModelReady) -> str:
 @card.register
 def _(result: ModelReady) -> Card:
     text = f"**{result.name}**: {result.n_parameters:,} parameters."
-    return Card("model", "Base model", _page(text, _payloads(result.refs())))
+    return Card("model", "Base model", md.page(text, md.payloads(result.refs())))
 
 
 @summary.register
 def _(result: Rendered) -> str:
     report = result.report
     dropped = f"; {len(report.dropped)} dropped" if report.dropped else ""
+    n_leaks = sum(report.n_leaks.values())
+    leaks = f"; {n_leaks} training runs leak into the held-out side" if n_leaks else ""
     share = report.n_scored / max(1, report.n_tokens)
-    return f"{report.n_branches} branches, {report.n_tokens:,} tokens, {share:.1%} scored{dropped}"
+    return f"{report.n_branches} branches, {report.n_tokens:,} tokens, {share:.1%} scored{dropped}{leaks}"
 
 
 @card.register
 def _(result: Rendered) -> Card:
     report = result.report
-    markdown = _page(
+    markdown = md.page(
         f"**{report.n_branches:,} branches** with {report.n_tokens:,} tokens, of which {report.n_scored:,} are scored "
-        f"({report.n_scored / max(1, report.n_tokens):.1%}). Chat template: {_cell(report.template)}.",
+        f"({report.n_scored / max(1, report.n_tokens):.1%}). Chat template: {md.cell(report.template)}.",
         "### Runs kept at each length limit (tokens)",
-        _picture(charts.bars(report.kept_at_limit, x_label="tokens", y_label="runs"), "runs kept by length limit"),
-        _values("Branch lengths (tokens)", report.length_tokens),
-        _counts("Tokens by kind", report.tokens_by_kind),
-        _counts("By split", report.by_split),
-        _dropped("Dropped", report.dropped),
-        _payloads(result.refs()),
+        md.picture(charts.bars(report.kept_at_limit, x_label="tokens", y_label="runs"), "runs kept by length limit"),
+        md.values("Branch lengths (tokens)", report.length_tokens),
+        md.counts("Tokens by kind", report.tokens_by_kind),
+        md.counts("By split", report.by_split),
+        md.counts("Training runs that leak into the held-out side", report.n_leaks),
+        md.table(
+            ("training run", "held-out run", "how", "similarity"),
+            [
+                (leak.train, leak.heldout, f"{leak.kind} {leak.text} text", f"{leak.similarity:.2f}")
+                for leak in report.leaks[: md.DROPPED_SHOWN]
+            ],
+        )
+        if report.leaks
+        else "",
+        md.dropped("Dropped", report.dropped),
+        md.payloads(result.refs()),
     )
     return Card("render", "Rendered branches", markdown)
 
@@ -179,18 +129,18 @@ def _(result: Paired) -> str:
 @card.register
 def _(result: Paired) -> Card:
     report, shared = result.report, result.report.shared_prefix_histogram
-    markdown = _page(
+    markdown = md.page(
         f"**{report.n_pairs:,} pairs** of {report.n_tasks_with_pairs:,} tasks.",
-        _counts("By rule", report.by_rule),
-        _counts("By split", report.by_split),
-        _counts("Candidates refused, by guard", report.rejected_by_reason),
-        _values("Shared prefix (tokens)", report.shared_prefix_tokens),
-        _picture(charts.bars(shared, x_label="shared leading tokens", y_label="pairs"), "pairs by shared prefix")
+        md.counts("By rule", report.by_rule),
+        md.counts("By split", report.by_split),
+        md.counts("Candidates refused, by guard", report.rejected_by_reason),
+        md.values("Shared prefix (tokens)", report.shared_prefix_tokens),
+        md.picture(charts.bars(shared, x_label="shared leading tokens", y_label="pairs"), "pairs by shared prefix")
         if shared
         else "",
-        _values("Length gap, chosen minus rejected (tokens)", report.length_gap_tokens),
-        _dropped("Dropped", report.dropped),
-        _payloads(result.refs()),
+        md.values("Length gap, chosen minus rejected (tokens)", report.length_gap_tokens),
+        md.dropped("Dropped", report.dropped),
+        md.payloads(result.refs()),
     )
     return Card("pairs", "Preference pairs", markdown)
 
@@ -217,30 +167,30 @@ def _curves(report: TrainReport) -> str:
             "rejected": [point.rejected_logp for point in points],
         }
     panels["gradient norm"] = {"norm": [point.grad_norm for point in points]}
-    return _picture(charts.lines([point.step for point in points], panels), "training curves")
+    return md.picture(charts.lines([point.step for point in points], panels), "training curves")
 
 
 @card.register
 def _(result: Trained) -> Card:
     report = result.report
     rows = [
-        ("examples", _number(report.n_examples)),
-        ("steps", _number(report.n_steps)),
-        ("tokens seen by attention", _number(report.n_tokens_seen)),
-        ("tokens scored", _number(report.n_tokens_scored)),
+        ("examples", md.number(report.n_examples)),
+        ("steps", md.number(report.n_steps)),
+        ("tokens seen by attention", md.number(report.n_tokens_seen)),
+        ("tokens scored", md.number(report.n_tokens_scored)),
         ("padding share", f"{report.padding_share:.1%}"),
         ("loss, first quarter → last", f"{report.first_loss:.4f} → {report.last_loss:.4f}"),
-        ("margin, before → after", f"{_number(report.first_margin)} → {_number(report.last_margin)}"),
+        ("margin, before → after", f"{md.number(report.first_margin)} → {md.number(report.last_margin)}"),
         ("wall time", f"{report.wall_s:,.1f} s"),
         ("peak memory", f"{report.peak_memory_bytes / 2**30:,.2f} GiB"),
         ("processes, plan, collectives", f"{report.world_size}, {report.plan}, {report.backend}"),
-        ("resumed from step", _number(report.resumed_from_step)),
+        ("resumed from step", md.number(report.resumed_from_step)),
     ]
-    markdown = _page(
+    markdown = md.page(
         _curves(report),
-        _table(("", ""), rows),
-        "### In effect\n\n" + _table(("", ""), sorted(report.settings.items())) if report.settings else "",
-        _payloads(result.refs()),
+        md.table(("", ""), rows),
+        "### In effect\n\n" + md.table(("", ""), sorted(report.settings.items())) if report.settings else "",
+        md.payloads(result.refs()),
     )
     return Card(report.stage, f"Training: {report.stage.upper()}", markdown)
 
@@ -249,8 +199,8 @@ def _(result: Trained) -> Card:
 def _(result: Evaluated) -> str:
     parts = []
     for score in result.report.models:
-        accuracy = NONE if score.pair_accuracy is None else f"{score.pair_accuracy:.0%}"
-        parts.append(f"{score.name} NLL {_number(score.nll_per_action_token)} acc {accuracy}")
+        accuracy = md.NONE if score.pair_accuracy is None else f"{score.pair_accuracy:.0%}"
+        parts.append(f"{score.name} NLL {md.number(score.nll_per_action_token)} acc {accuracy}")
     return "; ".join(parts)
 
 
@@ -260,10 +210,10 @@ def _score_row(score: ModelScore) -> tuple[object, ...]:
         score.name,
         score.n_branches,
         score.n_pairs,
-        _number(score.nll_per_action_token),
-        _number(score.pair_accuracy),
-        NONE if interval is None else f"{interval[0]:.3g} to {interval[1]:.3g}",
-        _number(score.mean_margin),
+        md.number(score.nll_per_action_token),
+        md.number(score.pair_accuracy),
+        md.NONE if interval is None else f"{interval[0]:.3g} to {interval[1]:.3g}",
+        md.number(score.mean_margin),
     )
 
 
@@ -275,18 +225,18 @@ def _(result: Evaluated) -> Card:
         score.name: score.nll_per_action_token for score in report.models if score.nll_per_action_token is not None
     }
     buckets = [
-        (score.name, _number(bucket.max_tokens), bucket.n_branches, _number(bucket.nll_per_action_token))
+        (score.name, md.number(bucket.max_tokens), bucket.n_branches, md.number(bucket.nll_per_action_token))
         for score in report.models
         for bucket in score.buckets
         if bucket.n_branches
     ]
-    markdown = _page(
+    markdown = md.page(
         f"Held-out tasks: {report.n_heldout_tasks:,}. Evaluated in {report.wall_s:,.1f} s.",
-        _table(head, map(_score_row, report.models)),
-        _picture(charts.bars(likelihoods, x_label="", y_label="nats per action token"), "NLL by model")
+        md.table(head, map(_score_row, report.models)),
+        md.picture(charts.bars(likelihoods, x_label="", y_label="nats per action token"), "NLL by model")
         if likelihoods
         else "",
-        "### By length\n\n" + _table(("model", "up to tokens", "branches", "NLL per action token"), buckets)
+        "### By length\n\n" + md.table(("model", "up to tokens", "branches", "NLL per action token"), buckets)
         if buckets
         else "",
     )
@@ -302,14 +252,14 @@ def _(result: Promoted) -> str:
 def _(result: Promoted) -> Card:
     report = result.report
     verdict = "**Promoted**: the alias `current` now names the candidate." if report.promoted else "**Not promoted.**"
-    reasons = "\n".join(f"- {_cell(reason)}" for reason in report.reasons)
+    reasons = "\n".join(f"- {md.cell(reason)}" for reason in report.reasons)
     rows = [("candidate", report.candidate_sha256[:16]), ("incumbent", (report.incumbent_sha256 or "none")[:16])]
-    return Card("promote", "Promotion", _page(verdict, reasons, _table(("", "sha256"), rows)))
+    return Card("promote", "Promotion", md.page(verdict, reasons, md.table(("", "sha256"), rows)))
 
 
 def run_card(report: RunReport) -> Card:
     """The page of a whole run: one line a stage."""
     rows = [(run.stage, run.outcome, f"{run.wall_s:,.1f}", run.summary) for run in report.stages]
-    verdict = f"**{report.status}**" + (f": {_cell(report.message)}" if report.message else "")
+    verdict = f"**{report.status}**" + (f": {md.cell(report.message)}" if report.message else "")
     head = f"{verdict}, {report.wall_s:,.1f} s, store `{report.store}`, record `runs/{report.run_id}.json`."
-    return Card("run", f"Run {report.name}", _page(head, _table(("stage", "", "seconds", "result"), rows)))
+    return Card("run", f"Run {report.name}", md.page(head, md.table(("stage", "", "seconds", "result"), rows)))

@@ -6,9 +6,22 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from artifacts import charts
-from artifacts.cards import DROPPED_SHOWN, card, run_card, summary
+from artifacts.cards import card, run_card, summary
+from artifacts.markdown import DROPPED_SHOWN
 from schemas.refs import Ref
-from schemas.reports import Dropped, Ingested, IngestReport, Promoted, PromoteReport, StageResult, Trained, TrainReport
+from schemas.reports import (
+    Dropped,
+    Ingested,
+    IngestReport,
+    Leak,
+    Promoted,
+    PromoteReport,
+    Rendered,
+    RenderReport,
+    StageResult,
+    Trained,
+    TrainReport,
+)
 from schemas.runs import RunReport, StageRun
 
 REF = Ref(
@@ -128,3 +141,24 @@ def test_run_card_has_a_line_for_each_stage() -> None:
     page = run_card(report).markdown
     assert "| ingest | cached | 0.1 | 3 runs |" in page
     assert "no pair \\| found" in page
+
+
+def test_leaks_between_the_sides_are_on_the_card_and_in_the_summary() -> None:
+    report = RenderReport(
+        n_branches=2,
+        n_tokens=100,
+        n_scored=10,
+        tokens_by_kind={"action": 10},
+        by_split={"train": 1, "heldout": 1},
+        length_tokens={"max": 50},
+        kept_at_limit={"16384": 2},
+        template="qwen3",
+    )
+    clean = Rendered(branches=REF, report=report)
+    leak = Leak(kind="similar", text="task", train="run-a", heldout="run-b", similarity=0.93)
+    leaking = clean.model_copy(
+        update={"report": report.model_copy(update={"n_leaks": {"similar task text": 1}, "leaks": (leak,)})}
+    )
+    assert "leak" not in summary(clean) + card(clean).markdown
+    assert summary(leaking).endswith("1 training runs leak into the held-out side")
+    assert "| run-a | run-b | similar task text | 0.93 |" in card(leaking).markdown
