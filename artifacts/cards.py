@@ -1,10 +1,15 @@
-"""What the Prefect UI shows of each stage: one markdown page for each result, made from its report alone."""
+"""What the Prefect UI shows of each stage: one markdown page for each result, made from its report alone.
+
+The one exception is the picture of a training run's GPUs, which is drawn from the samples that its result refers to.
+"""
 
 from functools import singledispatch
+from pathlib import Path
 from typing import NamedTuple
 
 from artifacts import charts
 from artifacts import markdown as md
+from artifacts.gpu_samples import gpu_picture
 from schemas.reports import (
     Evaluated,
     Ingested,
@@ -170,6 +175,31 @@ def _curves(report: TrainReport) -> str:
     return md.picture(charts.lines([point.step for point in points], panels), "training curves")
 
 
+def _peaks(report: TrainReport) -> str:
+    text = f"{report.peak_memory_bytes / 2**30:,.2f} GiB"
+    if report.peak_reserved_bytes is not None:
+        text += f" allocated, {report.peak_reserved_bytes / 2**30:,.2f} GiB reserved"
+    return text
+
+
+def _gpus(result: Trained) -> str:
+    if not result.report.gpus:
+        return ""
+    rows = [
+        (
+            use.rank,
+            use.name,
+            f"{use.peak_used_bytes / 2**30:,.2f} of {use.total_bytes / 2**30:,.2f}",
+            md.number(use.mean_busy_percent),
+            md.number(use.peak_power_w),
+        )
+        for use in result.report.gpus
+    ]
+    head = ("rank", "GPU", "peak in use (GiB)", "mean busy (%)", "peak power (W)")
+    uri = gpu_picture(Path(result.gpu_samples.path)) if result.gpu_samples else ""
+    return md.page("### GPUs, by NVML", md.table(head, rows), md.picture(uri, "GPUs over the run") if uri else "")
+
+
 @card.register
 def _(result: Trained) -> Card:
     report = result.report
@@ -182,13 +212,14 @@ def _(result: Trained) -> Card:
         ("loss, first quarter → last", f"{report.first_loss:.4f} → {report.last_loss:.4f}"),
         ("margin, before → after", f"{md.number(report.first_margin)} → {md.number(report.last_margin)}"),
         ("wall time", f"{report.wall_s:,.1f} s"),
-        ("peak memory", f"{report.peak_memory_bytes / 2**30:,.2f} GiB"),
+        ("peak memory", _peaks(report)),
         ("processes, plan, collectives", f"{report.world_size}, {report.plan}, {report.backend}"),
         ("resumed from step", md.number(report.resumed_from_step)),
     ]
     markdown = md.page(
         _curves(report),
         md.table(("", ""), rows),
+        _gpus(result),
         "### In effect\n\n" + md.table(("", ""), sorted(report.settings.items())) if report.settings else "",
         md.payloads(result.refs()),
     )

@@ -34,7 +34,7 @@ from engine.session import (
     curve,
     first_and_last_loss,
     latest_checkpoint,
-    peak_memory_bytes,
+    peak_memory,
     resumed_step,
     trainer_settings,
 )
@@ -43,9 +43,6 @@ from schemas.config import SimpoConfig
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
-
-MARGIN_PAIRS = 256
-"""At most this many training pairs, evenly spread, are scored for the margins before step 1 and after the last."""
 
 MAX_PACKED_TOKENS = 16_384
 """On a GPU: the longest pass over both tails of a pair; its block mask grows with the square."""
@@ -135,7 +132,7 @@ def train(
         if checkpoint is not None:
             trainer.meter.restore(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history)
         _compare_ranks(spec, trainer, checkpoint)
-        compared = rows[:: math.ceil(len(rows) / MARGIN_PAIRS)]
+        compared = rows[:: math.ceil(len(rows) / config.margin_pairs)]
         compared_names = sorted({name for pair in compared for name in (pair.chosen, pair.rejected)})
         score_all = partial(
             branch_logprobs, trainer.policy, branches, compared_names, group, trainer.scorer, trainer.cost
@@ -266,7 +263,7 @@ def _report(
         world_size=group.world_size,
         backend=group.backend,
         plan=plan_text,
-        peak_memory_bytes=peak_memory_bytes(group.device),
+        **peak_memory(trainer.meter.peaks),  # type: ignore[arg-type]
         idle_share=sum(idle) / len(idle) if idle else None,
         stopped_early=stopped_early,
         resumed_from_step=resumed_from_step,

@@ -30,8 +30,9 @@ from engine.deal import Deal, PairCost, Plan, deal
 from engine.health import kl_to_start
 from engine.loading import trainable_parameters
 from engine.losses import PairLoss
+from engine.monitor import AllocatorPeaks
 from engine.scores import Scorer, branch_scores
-from engine.session import Meter, SafeSaves, Stop, check_gradients
+from engine.session import Meter, StageTrainer, Stop, check_gradients
 from engine.shared_prefix import common_prefix, shared_prefix_logprobs
 
 
@@ -147,7 +148,7 @@ class _Window:
         return [self.kl_sum, self.n_kl, float(self.trainer.stop.wanted)]
 
 
-class PreferenceTrainer(SafeSaves):
+class PreferenceTrainer(StageTrainer):
     """Trains on windows of pairs over the ranks of `group`.
 
     Args:
@@ -179,7 +180,7 @@ class PreferenceTrainer(SafeSaves):
         self.dealt = partial(deal, plan=plan, n_ranks=group.world_size, balanced=balanced)
         self.group, self.scorer, self.stop = group, scorer, stop
         self.start_logps: dict[str, np.ndarray] = {}
-        self.meter = Meter()
+        self.meter = Meter(AllocatorPeaks(group.device))
         self.outcome: Outcome | None = None
         self.exchange_s = 0.0
         self.parameters = trainable_parameters(model)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import resource
 import shutil
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from artifacts.store import payload_digest, write_atomically
 from engine.collectives import Group, compare_digests, tensor_digest
 from engine.loading import trainable_parameters
+from engine.monitor import AllocatorPeaks
 from schemas.config import OptimizerConfig, Tracker
 from schemas.errors import StageError
 from schemas.reports import TrainPoint
@@ -41,6 +45,7 @@ class Stop:
 class Meter:
     """Running totals, carried across a resume by the Trainer's own log."""
 
+    peaks: AllocatorPeaks
     tokens_seen: int = 0
     tokens_scored: int = 0
     train_s: float = 0.0
@@ -62,7 +67,7 @@ class Meter:
         self.step_operations += operations
 
     def lap(self, world_size: int) -> dict[str, float]:
-        """Totals, the speed since the last lap over all ranks, and the operations a second of one, as log entries."""
+        """Totals, the speed since the last lap over all ranks, operations a second and allocator peaks of this one."""
         now = time.monotonic()
         step_s, self.step_started_s = now - self.step_started_s, now
         self.train_s += step_s
@@ -75,6 +80,7 @@ class Meter:
             "tokens_seen": self.tokens_seen,
             "tokens_scored": self.tokens_scored,
             "train_s": self.train_s,
+            **self.peaks.lap(),
         }
 
 
@@ -124,8 +130,18 @@ def _not_written(folder: Path, error: Exception) -> StageError:
     )
 
 
-class SafeSaves(Trainer):
-    """A Trainer whose failed save (a full disk) says so and leaves no torn folder; earlier checkpoints stay."""
+class StageTrainer(Trainer):
+    """A Trainer whose first step trains, and whose failed save (a full disk) says so and leaves no torn folder."""
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        """The library's schedule. Its warm-up begins at rate 0, a step that trains nothing: that step is left out."""
+        left_out = int(self.args.get_warmup_steps(num_training_steps) > 0)
+        scheduler = super().create_scheduler(num_training_steps + left_out, optimizer)
+        if left_out:
+            with warnings.catch_warnings():  # torch takes it for a step of the optimiser that was forgotten
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+                scheduler.step()
+        return scheduler
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         try:
@@ -175,7 +191,8 @@ class StepPrinter(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        shown = ("loss", "margin", "accuracy", "kl", "grad_norm", "learning_rate", "tokens_per_s", "idle_share")
+        shown = ("loss", "margin", "accuracy", "kl", "grad_norm", "learning_rate", "tokens_per_s")
+        shown += ("idle_share", "exchange_share")
         values = [f"{name} {logs[name]:.4g}" for name in shown if logs and name in logs]
         if logs and "loss" in logs:
             with contextlib.suppress(BrokenPipeError):  # no reader is left: the run is about to be stopped for that
@@ -221,10 +238,8 @@ def first_and_last_loss(points: Sequence[TrainPoint]) -> tuple[float, float]:
     return sum(losses[:quarter]) / quarter, sum(losses[-quarter:]) / quarter
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak of this process: allocated on the GPU, or resident in host memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_memory(peaks: AllocatorPeaks) -> dict[str, int | None]:
+    """The report's memory fields: of the GPU's allocator, or what was resident in host memory on a CPU."""
+    if peaks.lap():
+        return {"peak_memory_bytes": peaks.allocated_bytes, "peak_reserved_bytes": peaks.reserved_bytes}
+    return {"peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

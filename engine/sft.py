@@ -30,19 +30,20 @@ from engine.cost import CostModel, cost_model
 from engine.data import Batch, BranchTable, EpochLoader, ShuffledBatches, collate, length_bucketed, padding_share
 from engine.health import EarlyStop, check_trackers, tracker_callbacks
 from engine.loading import load_base, load_tokenizer, new_adapter, save_adapter, trainable_parameters
+from engine.monitor import AllocatorPeaks
 from engine.scorers import memory_advice, open_engine
 from engine.scores import Scorer
 from engine.session import (
     Checkpoints,
     Meter,
-    SafeSaves,
+    StageTrainer,
     StepPrinter,
     Stop,
     check_gradients,
     curve,
     first_and_last_loss,
     latest_checkpoint,
-    peak_memory_bytes,
+    peak_memory,
     resumed_step,
     trainer_settings,
 )
@@ -52,7 +53,7 @@ from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 
 
-class SpanSftTrainer(SafeSaves, SFTTrainer):
+class SpanSftTrainer(StageTrainer, SFTTrainer):
     """SFTTrainer whose loss reads only scored positions and never builds [tokens, vocabulary]."""
 
     def __init__(
@@ -69,7 +70,7 @@ class SpanSftTrainer(SafeSaves, SFTTrainer):
         super().__init__(model=model, **kwargs)
         self.cost = cost
         self.branches, self.batches, self.scorer, self.stop = branches, batches, scorer, stop
-        self.meter = Meter()
+        self.meter = Meter(AllocatorPeaks(self.args.device))
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the window's weight itself
         self.parameters = trainable_parameters(model)
         for parameter in self.parameters.values():
@@ -226,7 +227,7 @@ def train(
         world_size=group.world_size,
         backend=group.backend,
         plan="single",
-        peak_memory_bytes=peak_memory_bytes(group.device),
+        **peak_memory(trainer.meter.peaks),  # type: ignore[arg-type]
         stopped_early=early_stop.reason,
         resumed_from_step=resumed_step(checkpoint),
         settings=engine.settings(base)

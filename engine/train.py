@@ -30,7 +30,7 @@ from schemas.errors import UserError
 from schemas.spec import TrainSpec
 
 if TYPE_CHECKING:
-    from engine.collectives import Launch
+    from engine.collectives import Group, Launch
     from engine.session import Stop
     from schemas.reports import EvalReport, TrainReport
 
@@ -105,6 +105,7 @@ def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport 
 
     from engine.collectives import group_of, leave
     from engine.loading import pick_device
+    from engine.monitor import gpu_uses, load_nvml, monitor_of
     from engine.scorers import hold_device
 
     transformers.logging.set_verbosity_error()  # it warns that ranks exist which its Trainer is not told of
@@ -112,25 +113,30 @@ def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport 
     lock = _lock(out) if launch.rank == 0 else None
     group = group_of(launch, pick_device())  # a stage loads its model first and joins the others then
     hold_device(spec.base, group.device)
-    # only the stage's own module: each of them takes seconds to import what it stands on
-    if spec.stage == "sft" and spec.sft is not None:
-        from engine import sft
-
-        report = sft.train(spec, spec.sft, group, out, stop)
-    elif spec.stage == "simpo" and spec.simpo is not None:
-        from engine import preference
-
-        report = preference.train(spec, spec.simpo, group, out, stop)
-    elif spec.stage == "evaluate" and spec.evaluate is not None:
-        from engine import evaluate
-
-        report = evaluate.evaluate(spec, spec.evaluate, group)
-    else:
-        raise UserError(f"the spec has no section for its stage {spec.stage!r}", where="spec.json")
+    with monitor_of(out, launch.rank, group.device, load_nvml()) as monitor:
+        report = _stage(spec, group, out, stop)
     leave(group)
     if lock is not None:
         os.close(lock)
-    return report
+    seen = {"settings": report.settings | {"gpu_monitor": monitor.status}, "gpus": gpu_uses(out)}
+    return report.model_copy(update=seen)
+
+
+def _stage(spec: TrainSpec, group: Group, out: Path, stop: Stop) -> TrainReport | EvalReport:
+    """Runs the spec's stage; only that stage's own module is imported, since each takes seconds."""
+    if spec.stage == "sft" and spec.sft is not None:
+        from engine import sft
+
+        return sft.train(spec, spec.sft, group, out, stop)
+    if spec.stage == "simpo" and spec.simpo is not None:
+        from engine import preference
+
+        return preference.train(spec, spec.simpo, group, out, stop)
+    if spec.stage == "evaluate" and spec.evaluate is not None:
+        from engine import evaluate
+
+        return evaluate.evaluate(spec, spec.evaluate, group)
+    raise UserError(f"the spec has no section for its stage {spec.stage!r}", where="spec.json")
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from schemas.base import Frozen
 
-Kind = Literal["trajectories", "branches", "pairs", "model", "adapter", "reference_scores", "evaluation"]
+Kind = Literal["trajectories", "branches", "pairs", "model", "adapter", "reference_scores", "evaluation", "gpu_samples"]
 
 Digest = Literal["content", "listing"]
 

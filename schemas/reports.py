@@ -116,6 +116,22 @@ class TrainPoint(Frozen):
     tflops_per_s: float | None = Field(
         default=None, description="per process, by the cost model; repeated work excluded"
     )
+    allocated_bytes: int | None = Field(
+        default=None, description="peak of rank 0's allocator in this step; None off the GPU"
+    )
+    reserved_bytes: int | None = None
+
+
+class GpuUse(Frozen):
+    """What NVML saw of one rank's GPU: all processes on it, and what CUDA and its libraries take beside PyTorch."""
+
+    rank: int
+    name: str
+    n_samples: int
+    total_bytes: int
+    peak_used_bytes: int
+    mean_busy_percent: float | None = None
+    peak_power_w: float | None = None
 
 
 class TrainReport(Frozen):
@@ -137,7 +153,9 @@ class TrainReport(Frozen):
     world_size: int
     backend: str = Field(description="collectives: none, gloo or nccl")
     plan: str
-    peak_memory_bytes: int
+    peak_memory_bytes: int = Field(description="allocated on rank 0's GPU; resident in host memory off the GPU")
+    peak_reserved_bytes: int | None = Field(default=None, description="held by rank 0's allocator; None off the GPU")
+    gpus: tuple[GpuUse, ...] = Field(default=(), description="by NVML, one a rank; empty: see settings.gpu_monitor")
     idle_share: float | None = Field(default=None, description="mean over the steps; None for one process")
     stopped_early: str | None = Field(default=None, description="the rule that ended training before its last step")
     resumed_from_step: int = 0
@@ -168,6 +186,7 @@ class EvalReport(Frozen):
     models: tuple[ModelScore, ...]
     n_heldout_tasks: int
     wall_s: float
+    gpus: tuple[GpuUse, ...] = ()
     settings: dict[str, str] = {}
 
     def of(self, name: str) -> ModelScore | None:
@@ -221,6 +240,7 @@ class Paired(StageResult):
 class Trained(StageResult):
     adapter: Ref
     report: TrainReport
+    gpu_samples: Ref | None = Field(default=None, description="what NVML saw, a CSV a rank; None off the GPU")
 
 
 class Evaluated(StageResult):

@@ -24,6 +24,7 @@ import psutil
 
 from artifacts.store import Store, write_atomically
 from schemas.errors import StageError, UserError
+from schemas.reports import Trained, TrainReport
 from schemas.spec import TrainSpec
 
 Log = Callable[[str], None]
@@ -56,6 +57,18 @@ def run_spec(
     if not (out / "report.json").is_file():
         launch(out / "spec.json", n_processes=n_processes, log=log, timeout_s=timeout_s)
     return (out / "report.json").read_text(), out
+
+
+def store_training(report: str, out: Path, store: Store) -> Trained:
+    """Moves what a training run left in its working folder into the store, and removes the folder."""
+    samples = out / "gpu"
+    trained = Trained(
+        adapter=store.add(out / "adapter", "adapter"),
+        report=TrainReport.model_validate_json(report),
+        gpu_samples=store.add(samples, "gpu_samples") if samples.is_dir() else None,
+    )
+    discard(out)
+    return trained
 
 
 def discard(out: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Final
 from artifacts.store import Store
 from schemas.config import LoraConfig, ModelConfig, SftConfig
 from schemas.refs import Ref
-from schemas.reports import Trained, TrainReport
+from schemas.reports import Trained
 from schemas.spec import TrainSpec
-from tasks.launch import discard, run_spec
+from tasks.launch import run_spec, store_training
 
 STAGE_VERSION: Final = 1
 
@@ -42,6 +42,4 @@ def sft(
         log_folder=str(store.root / "tensorboard"),
     )
     report, out = run_spec(spec, store, log=log)
-    trained = Trained(adapter=store.add(out / "adapter", "adapter"), report=TrainReport.model_validate_json(report))
-    discard(out)
-    return trained
+    return store_training(report, out, store)

@@ -7,9 +7,9 @@ from artifacts.store import Store
 from schemas.config import ModelConfig, SimpoConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
-from schemas.reports import Paired, Trained, TrainReport
+from schemas.reports import Paired, Trained
 from schemas.spec import TrainSpec
-from tasks.launch import discard, run_spec
+from tasks.launch import run_spec, store_training
 
 STAGE_VERSION: Final = 1
 
@@ -51,6 +51,4 @@ def simpo(
         log_folder=str(store.root / "tensorboard"),
     )
     report, out = run_spec(spec, store, n_processes=config.processes, log=log)
-    trained = Trained(adapter=store.add(out / "adapter", "adapter"), report=TrainReport.model_validate_json(report))
-    discard(out)
-    return trained
+    return store_training(report, out, store)
