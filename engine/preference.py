@@ -178,6 +178,7 @@ def _load(
     """Model, adapter and reference scores, in a trainer without callbacks; the ranks have met when it returns."""
     base = load_base(spec.model, spec.base, group.device, engine.longest_tokens)
     model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
+    engine.pin_host(group.device)
     join(group)
     checkpointing = engine.name == "plain" and group.device.type == "cuda"
     cost = cost_model(base.config.to_dict(), recomputes=checkpointing or engine.name == "long_context")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -38,6 +39,9 @@ from schemas.spec import TrainSpec
 HOST_SHARE = 0.9
 """Of the host memory that is free: what all ranks together may pin."""
 
+PLANNED_LENGTHS = 32
+"""Lengths, evenly spread over the stage's, that the host buffer is sized by. Shorter branches may keep more there."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -50,6 +54,17 @@ class Engine:
     ledger: Ledger | None = None
     """Of the longest branch; None where memory is not limited, and for the plain engine."""
     model_config: dict[str, Any] = field(default_factory=dict)
+    host_bytes: int = 0
+    """What the branch that keeps most on the host needs there."""
+
+    def pin_host(self, device: torch.device) -> None:
+        """Pins the host buffer once, before step 1: growing it with every longer branch would pin it many times.
+
+        Raises:
+            StageError: the host refuses.
+        """
+        if isinstance(self.scorer, LongContextScorer) and self.host_bytes:
+            self.scorer.reserve_host(self.host_bytes, device)
 
     def settings(self, base: Any) -> dict[str, str]:
         """What was really in effect, for the report."""
@@ -65,16 +80,17 @@ class Engine:
 
 
 def measured_budget(base: ModelConfig, group: Group) -> Budget | None:
-    """Free memory of this rank's GPU, and its share of the host's; less where the config says so. None on a CPU."""
+    """Free memory of this rank's GPU, less where the config says so, and its share of the host's. None on a CPU.
+
+    A configured host memory is taken at its word: a virtual machine may show only the part that was used so far.
+    """
     if group.device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(group.device)
-    host_bytes = int(HOST_SHARE * psutil.virtual_memory().available / group.world_size)
     if base.gpu_gib is not None:
         free_bytes = min(free_bytes, int(base.gpu_gib * GIB))
-    if base.host_gib is not None:
-        host_bytes = min(host_bytes, int(base.host_gib * GIB / group.world_size))
-    return Budget(free_bytes, host_bytes)
+    host_bytes = HOST_SHARE * psutil.virtual_memory().available if base.host_gib is None else base.host_gib * GIB
+    return Budget(free_bytes, int(host_bytes / group.world_size))
 
 
 def hold_device(base: ModelConfig, device: torch.device) -> None:
@@ -143,8 +159,12 @@ def open_engine(
         return plan_and_ledger(config, length, setup, budget)[0]
 
     _, ledger = plan_and_ledger(config, longest, setup, budget)
-    scorer = LongContextScorer(plan_for)
-    return Engine(name, why, scorer, longest, ledger, config)
+    host_bytes = 0
+    if optimizer is not None:
+        lengths = sorted({n_tokens[rows[name]] for name in names}, reverse=True)
+        some = lengths[:: math.ceil(len(lengths) / PLANNED_LENGTHS)]
+        host_bytes = max(plan_and_ledger(config, length, setup, budget)[1].host_bytes for length in some)
+    return Engine(name, why, LongContextScorer(plan_for), longest, ledger, config, host_bytes)
 
 
 @contextlib.contextmanager

@@ -168,6 +168,7 @@ def train(
     base = load_base(spec.model, spec.base, group.device, max(n_tokens))
     join(group)
     model = new_adapter(base, spec.lora, config.seed)
+    engine.pin_host(group.device)
     checkpointing = engine.name == "plain" and group.device.type == "cuda"
     settings = trainer_settings(
         out,

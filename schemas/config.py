@@ -44,7 +44,9 @@ class ModelConfig(Frozen):
         default=None, gt=0, description="GPU memory a process may use; none given: what is free"
     )
     host_gib: float | None = Field(
-        default=None, gt=0, description="host memory all processes may pin; none given: 90 % of what is free"
+        default=None,
+        gt=0,
+        description="host memory all processes may pin, taken at its word; none given: 90 % of what is free",
     )
     chat_template: str = Field(
         default="auto",
@@ -175,7 +177,9 @@ class SftConfig(Frozen):
         description="train on resolved runs only; unknown outcomes are never treated as resolved",
     )
     early_stop: EarlyStopConfig = EarlyStopConfig()
-    trackers: tuple[Tracker, ...] = Field(default=(), description="where steps are logged too; each needs its package")
+    trackers: tuple[Tracker, ...] = Field(
+        default=("tensorboard",), description="where steps are logged too; each needs its package"
+    )
     save_steps: int = Field(default=50, ge=1)
     seed: int = Field(default=0, ge=0)
 
@@ -221,8 +225,13 @@ class SimpoConfig(Frozen):
     accumulation_decay_share: float = Field(
         default=0.5, gt=0, le=1, description="share of all pairs after which `accumulation` is reached"
     )
+    margin_pairs: int = Field(
+        default=256, ge=1, description="at most so many pairs are scored for the margins before and after training"
+    )
     early_stop: EarlyStopConfig = EarlyStopConfig()
-    trackers: tuple[Tracker, ...] = Field(default=(), description="where steps are logged too; each needs its package")
+    trackers: tuple[Tracker, ...] = Field(
+        default=("tensorboard",), description="where steps are logged too; each needs its package"
+    )
     save_steps: int = Field(default=50, ge=1)
     seed: int = Field(default=0, ge=0)
 

@@ -91,6 +91,20 @@ def test_steps_report_kl_work_and_window(tmp_path: Path) -> None:
     assert first.tflops_per_s > 0
 
 
+@pytest.mark.parametrize(("n_steps", "shares"), [(1, [1]), (4, [1 / 2, 1, 2 / 3, 1 / 3])])
+def test_warm_up_begins_above_zero_so_that_every_step_trains(tmp_path: Path, n_steps: int, shares: list[float]) -> None:
+    optimizer = OptimizerConfig(learning_rate=5e-3, lr_scheduler="linear", warmup_share=0.4)
+    config = CONFIG.model_copy(update={"epochs": 1, "optimizer": optimizer})
+    spec = simpo_spec(tmp_path / "inputs", config, n_pairs=n_steps, n_heldout=0)
+    report = train(spec, tmp_path / "out")
+    assert [point.learning_rate / 5e-3 for point in report.curve] == pytest.approx(shares)
+    start, trained = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (Path(spec.adapters["start"].path), tmp_path / "out" / "adapter")
+    )
+    assert any(not torch.equal(start[name], tensor) for name, tensor in trained.items())
+
+
 def test_tracker_that_is_not_installed_is_a_user_error() -> None:
     with pytest.raises(UserError, match="tracker wandb is not installed"):
         check_trackers(("wandb",))

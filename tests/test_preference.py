@@ -44,7 +44,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 BETA, GAMMA = 2.0, 0.6
 CONFIG = SimpoConfig(
     optimizer=OptimizerConfig(
-        learning_rate=5e-3, lr_scheduler="linear", warmup_share=0.1, max_grad_norm=0.15, weight_decay=0.01
+        learning_rate=5e-3, lr_scheduler="linear", warmup_share=0.0, max_grad_norm=0.15, weight_decay=0.01
     ),
     beta=BETA,
     gamma=GAMMA,
