@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from typing_extensions import Buffer
+
 from schemas.errors import ArtifactError, UserError
 from schemas.refs import Digest, Kind, Ref
 
@@ -24,6 +26,32 @@ def file_sha256(path: Path) -> str:
     """sha256 of a file's bytes, in hex; constant memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class DigestedFile:
+    """A new file whose sha256 is computed while it is written, so that it need not be read again for it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=1 << 20)
+        self._digest = hashlib.sha256()
+
+    def write(self, data: Buffer) -> int:
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def sha256(self) -> str:
+        """Of everything written so far, in hex."""
+        return self._digest.hexdigest()
 
 
 def _folder_files(folder: Path) -> list[Path]:
@@ -97,15 +125,18 @@ class Store:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, path: Path, kind: Kind, *, n_rows: int | None = None, schema_version: int = 1) -> Ref:
-        """Moves a finished file or folder into the store and returns its reference.
+    def add(
+        self, path: Path, kind: Kind, *, n_rows: int | None = None, schema_version: int = 1, sha256: str | None = None
+    ) -> Ref:
+        """Moves a finished file or folder into the store and returns its reference. `sha256`: of the file, where it is
+        known from writing it.
 
         Raises:
             ArtifactError: nothing is at `path`, or the stored payload could not be read back.
         """
         if not path.exists():
             raise ArtifactError(f"{path}: nothing to store")
-        sha256, n_bytes = payload_digest(path)
+        sha256, n_bytes = (sha256, path.stat().st_size) if sha256 else payload_digest(path)
         target = self.root / kind / sha256[:16] / path.name
         ref = Ref(
             kind=kind,

@@ -4,12 +4,13 @@ Rows lie in segments, Arrow files written once. A file whose size and times are 
 file simply is not asked for. Everything here can be deleted: it is then read anew.
 """
 
-import json
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import orjson
 
 from tasks.input_files import InputFile
 
@@ -34,6 +35,9 @@ RUN_FIELDS = (
     *("status", "source", "score", "exit_status", "n_messages", "n_turns", "n_calls", "n_observations"),
     *("n_unpaired", "n_chars", "tail"),
 )
+
+_JOINED = ("status", "source", "score", "exit_status")
+"""What side files may know better."""
 
 
 @dataclass
@@ -83,8 +87,8 @@ class Catalog:
         """A new list of the files that are asked for."""
         self._db.execute("CREATE TEMP TABLE wanted (position INTEGER PRIMARY KEY, file TEXT UNIQUE)")
         self._db.execute(
-            "CREATE TEMP TABLE kept (position INTEGER, seq INTEGER, file TEXT, status TEXT, source TEXT, "
-            "score REAL, exit_status TEXT, PRIMARY KEY (position, seq))"
+            "CREATE TEMP TABLE kept (place INTEGER PRIMARY KEY, run INTEGER UNIQUE, status TEXT, source TEXT, "
+            "score REAL, exit_status TEXT)"
         )
 
     def want(self, file: InputFile) -> bool:
@@ -112,10 +116,8 @@ class Catalog:
         """
         if self._db.execute("SELECT 1 FROM files WHERE file = ?", (file.name,)).fetchone():
             self.forget(file.name)
-        self._db.execute(
-            "INSERT INTO files VALUES (?, ?, ?, ?)",
-            (file.name, file.stamp, sha256, json.dumps(vars(notes))),
-        )
+        said = orjson.dumps(vars(notes)).decode() if any(vars(notes).values()) else ""
+        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (file.name, file.stamp, sha256, said))
         marks = ", ".join("?" * len(RUN_FIELDS))
         self._db.executemany(
             f"INSERT INTO runs VALUES ({marks})", ([getattr(run, name) for name in RUN_FIELDS] for run in runs)
@@ -130,60 +132,77 @@ class Catalog:
         self._db.execute("BEGIN IMMEDIATE")
 
     def notes(self) -> Iterator[FileNotes]:
-        """Notes of the wanted files, in order."""
-        rows = self._db.execute("SELECT notes FROM wanted JOIN files USING (file) ORDER BY position")
+        """Notes of the wanted files, in order; files without any are left out."""
+        rows = self._db.execute("SELECT notes FROM wanted JOIN files USING (file) WHERE notes != '' ORDER BY position")
         for (text,) in rows:
-            yield FileNotes(**json.loads(text))
+            yield FileNotes(**orjson.loads(text))
 
-    def runs(self) -> Iterator[tuple[int, RunEntry]]:
-        """(position of the file, run) of the wanted files, in order."""
-        columns = ", ".join(f"runs.{name}" for name in RUN_FIELDS)
-        rows = self._db.execute(f"SELECT position, {columns} FROM wanted JOIN runs USING (file) ORDER BY position, seq")
-        for position, *values in rows:
-            yield position, RunEntry(*values)
-
-    def keep(self, position: int, run: RunEntry) -> None:
-        """Records a run with its joined outcome."""
+    def keep_all(self) -> None:
+        """Starts with every run of the wanted files, in order, and with what the logs themselves say of them."""
         self._db.execute(
-            "INSERT INTO kept VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (position, run.seq, run.file, run.status, run.source, run.score, run.exit_status),
+            "INSERT INTO kept (run, status, source, score, exit_status) "
+            "SELECT runs.rowid, status, source, score, exit_status "
+            "FROM wanted JOIN runs USING (file) ORDER BY position, seq"
         )
 
-    def drop(self, file: str, seq: int) -> None:
-        self._db.execute("DELETE FROM kept WHERE file = ? AND seq = ?", (file, seq))
+    def kept(self, *, by_task: bool = False) -> Iterator[tuple[int, RunEntry]]:
+        """(place in the table, run) of the runs that stay, with their joined outcomes; in order, or by task."""
+        columns = ", ".join(f"{'kept' if name in _JOINED else 'runs'}.{name}" for name in RUN_FIELDS)
+        order = "runs.task_id, kept.status, place" if by_task else "place"
+        rows = self._db.execute(f"SELECT place, {columns} FROM kept JOIN runs ON runs.rowid = run ORDER BY {order}")
+        for place, *values in rows:
+            yield place, RunEntry(*values)
+
+    def join(self, joined: Iterable[tuple[int, RunEntry]]) -> None:
+        """Records outcomes and exit statuses that side files know."""
+        self._db.executemany(
+            "UPDATE kept SET status = ?, source = ?, score = ?, exit_status = ? WHERE place = ?",
+            ([*(getattr(run, name) for name in _JOINED), place] for place, run in joined),
+        )
+
+    def drop(self, places: Iterable[int]) -> None:
+        """These runs do not stay."""
+        self._db.executemany("DELETE FROM kept WHERE place = ?", ((place,) for place in places))
 
     _SAME = """
-        SELECT file, seq, source_path, kept_path FROM (
-            SELECT kept.file, kept.seq, runs.source_path,
-                   row_number() OVER same AS place, first_value(runs.source_path) OVER same AS kept_path
-            FROM kept JOIN runs USING (file, seq)
+        SELECT place, source_path, kept_path FROM (
+            SELECT place, runs.source_path,
+                   row_number() OVER same AS number, first_value(runs.source_path) OVER same AS kept_path
+            FROM kept JOIN runs ON runs.rowid = run
             WINDOW same AS (PARTITION BY runs.trajectory_id
-                            ORDER BY kept.status = 'unknown', runs.n_messages DESC, kept.position, kept.seq)
-        ) WHERE place > 1
+                            ORDER BY kept.status = 'unknown', runs.n_messages DESC, place)
+        ) WHERE number > 1
     """
     _OPENING = """
-        SELECT DISTINCT kept.file, kept.seq, runs.source_path, longer.source_path
-        FROM kept JOIN runs USING (file, seq)
+        SELECT kept.place, runs.source_path, longer.source_path
+        FROM kept JOIN runs ON runs.rowid = kept.run
         JOIN openings ON openings.digest = runs.tail
-        JOIN kept AS other ON other.file = openings.file AND other.seq = openings.seq
         JOIN runs AS longer ON longer.file = openings.file AND longer.seq = openings.seq
+        JOIN kept AS other ON other.run = longer.rowid
         WHERE longer.n_messages > runs.n_messages
-        GROUP BY kept.file, kept.seq
+        GROUP BY kept.place
     """
 
-    def repeats(self) -> list[tuple[str, int, str, str]]:
-        """(file, seq, path, path of the one that stays): equal runs, and earlier states of a growing conversation."""
+    def repeats(self) -> list[tuple[int, str, str]]:
+        """(place, path, path of the one that stays): equal runs, and earlier states of a growing conversation."""
         return [*self._db.execute(self._SAME), *self._db.execute(self._OPENING)]
 
-    def kept(self, *, by_task: bool = False) -> Iterator[RunEntry]:
-        """The runs that stay, with their joined outcomes; in order, or grouped by task."""
-        order = "runs.task_id, kept.status, kept.position, kept.seq" if by_task else "kept.position, kept.seq"
-        columns = ", ".join(
-            f"kept.{name}" if name in ("status", "source", "score", "exit_status") else f"runs.{name}"
-            for name in RUN_FIELDS
+    def totals(self) -> dict[str, int]:
+        """Sums over the runs that stay."""
+        names = ("n_turns", "n_calls", "n_observations", "n_unpaired")
+        sums = ", ".join(f"coalesce(sum({name}), 0)" for name in names)
+        row = self._db.execute(f"SELECT count(*), {sums} FROM kept JOIN runs ON runs.rowid = run").fetchone()
+        return dict(zip(("n_runs", *names), row, strict=True))
+
+    def counts(self, what: str) -> dict[str, int]:
+        """How many of the runs that stay have which value of a field (one of RUN_FIELDS); none where there is none."""
+        column = f"{'kept' if what in _JOINED else 'runs'}.{what}"
+        return dict(
+            self._db.execute(
+                f"SELECT {column}, count(*) FROM kept JOIN runs ON runs.rowid = run "
+                f"WHERE {column} IS NOT NULL AND {column} != '' GROUP BY {column} ORDER BY count(*) DESC, min(place)"
+            )
         )
-        for row in self._db.execute(f"SELECT {columns} FROM kept JOIN runs USING (file, seq) ORDER BY {order}"):
-            yield RunEntry(*row)
 
     def segments(self) -> set[str]:
         """Names of the segments that some run still lies in."""

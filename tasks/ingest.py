@@ -10,13 +10,13 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import groupby, islice
 from pathlib import Path
 
 import pyarrow as pa
 
-from artifacts.store import Store
+from artifacts.store import DigestedFile, Store
 from artifacts.tables import open_table
 from schemas.config import SourceConfig
 from schemas.errors import UserError
@@ -33,7 +33,7 @@ from tasks.sources import BY_NAME
 from tasks.sources.base import digest
 from tasks.sources.side_files import SideFact, SideIndex
 
-STAGE_VERSION = 2
+STAGE_VERSION = 3
 _INGESTED = "ingested"
 
 Progress = Callable[[int], None]
@@ -60,46 +60,46 @@ def _join_outcomes(catalog: Catalog) -> None:
         for fact in notes.facts:
             outcome = fact.pop("outcome")
             facts.append(SideFact(**fact, outcome=Outcome.model_validate(outcome) if outcome else None))  # pyright: ignore
-    index = SideIndex(facts)
-    for position, run in catalog.runs():
+    catalog.keep_all()
+    if not facts:
+        return
+    index, joined = SideIndex(facts), []
+    for place, run in catalog.kept():
+        before = (run.status, run.source, run.score, run.exit_status)
         known = Outcome.model_validate({"status": run.status, "source": run.source, "score": run.score})
         outcome, run.exit_status = index.join(run.task_id, run.source_path, known, run.exit_status)
         run.status, run.source, run.score = outcome.status, outcome.source, outcome.score
-        catalog.keep(position, run)
+        if (run.status, run.source, run.score, run.exit_status) != before:
+            joined.append((place, run))
+    catalog.join(joined)
 
 
-def _near_repeats(folder: Path, catalog: Catalog) -> list[tuple[RunEntry, RunEntry]]:
+def _near_repeats(folder: Path, catalog: Catalog) -> list[tuple[int, str, str]]:
     """Near-duplicates within one task and outcome, so memory holds the signatures of one such group at a time."""
     segments = _Segments(folder)
-    repeats: list[tuple[RunEntry, RunEntry]] = []
-    group: list[RunEntry] = []
-
-    def close_group() -> None:
-        compared = group if len(group) > 1 else []
-        rows = (segments.rows(run.segment, run.row, 1).to_pylist()[0] for run in compared)
+    repeats: list[tuple[int, str, str]] = []
+    for _, of_task in groupby(catalog.kept(by_task=True), key=lambda placed: (placed[1].task_id, placed[1].status)):
+        group = list(of_task)
+        if len(group) < 2:
+            continue
+        rows = (segments.rows(run.segment, run.row, 1).to_pylist()[0] for _, run in group)
         signatures = [signature(row["messages"]) for row in rows]
-        repeats.extend((group[repeat], group[first]) for repeat, first in near_duplicates(signatures))
-        group.clear()
-
-    for run in catalog.kept(by_task=True):
-        if group and (run.task_id, run.status) != (group[0].task_id, group[0].status):
-            close_group()
-        group.append(run)
-    close_group()
+        for repeat, first in near_duplicates(signatures):
+            (place, run), (_, kept) = group[repeat], group[first]
+            repeats.append((place, run.source_path, kept.source_path))
     return repeats
 
 
 def _drop_repeats(folder: Path, catalog: Catalog, config: SourceConfig) -> list[Dropped]:
-    dropped = []
     if config.dedupe == "off":
-        return dropped
-    for file, seq, path, kept_path in catalog.repeats():
-        catalog.drop(file, seq)
-        dropped.append(Dropped(what=path, reason=f"repeats {kept_path}"))
+        return []
+    same = catalog.repeats()
+    catalog.drop(place for place, _, _ in same)
+    dropped = [Dropped(what=path, reason=f"repeats {kept_path}") for _, path, kept_path in same]
     if config.dedupe == "near":
-        for run, kept in _near_repeats(folder, catalog):
-            catalog.drop(run.file, run.seq)
-            dropped.append(Dropped(what=run.source_path, reason=f"nearly repeats {kept.source_path}"))
+        near = _near_repeats(folder, catalog)
+        catalog.drop(place for place, _, _ in near)
+        dropped += [Dropped(what=path, reason=f"nearly repeats {kept_path}") for _, path, kept_path in near]
     return dropped
 
 
@@ -114,7 +114,7 @@ def _with_joined(batch: pa.RecordBatch, runs: list[RunEntry]) -> pa.RecordBatch:
 
 
 def _batches(catalog: Catalog) -> Iterator[list[RunEntry]]:
-    runs = catalog.kept()
+    runs = (run for _, run in catalog.kept())
     while batch := list(islice(runs, ROWS_PER_BATCH)):
         yield batch
 
@@ -157,14 +157,16 @@ class _Segments:
         return whole.take(list(range(len(runs)))).to_batches()[0]
 
 
-def _assemble(folder: Path, catalog: Catalog, path: Path) -> int:
+def _assemble(folder: Path, catalog: Catalog, path: Path) -> tuple[int, str]:
+    """(number of rows, sha256) of the table it writes."""
     n_rows = 0
     segments = _Segments(folder)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
-        for runs in _batches(catalog):
-            writer.write_batch(_with_joined(segments.batch(runs), runs))
-            n_rows += len(runs)
-    return n_rows
+    with closing(DigestedFile(path)) as sink:
+        with pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
+            for runs in _batches(catalog):
+                writer.write_batch(_with_joined(segments.batch(runs), runs))
+                n_rows += len(runs)
+        return n_rows, sink.sha256()
 
 
 def _catalog_folder(config: SourceConfig, store: Store) -> Path:
@@ -227,7 +229,7 @@ def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = No
         _join_outcomes(catalog)
         dropped = _drop_repeats(folder, catalog, config)
         path = staging / "trajectories.arrow"
-        n_rows = _assemble(folder, catalog, path)
+        n_rows, sha256 = _assemble(folder, catalog, path)
         report = ingest_report(catalog, config, counts["files"], counts["reused"], dropped, staging / "left_out.jsonl")
         if not n_rows:
             reasons = Counter(dropped.reason for dropped in report.quarantined).most_common(1)
@@ -238,7 +240,7 @@ def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = No
             )
         for stale in {file.name for file in folder.glob("*.arrow")} - catalog.segments():
             (folder / stale).unlink()
-        ref = store.add(path, "trajectories", n_rows=n_rows, schema_version=TRAJECTORY_SCHEMA_VERSION)
+        ref = store.add(path, "trajectories", n_rows=n_rows, schema_version=TRAJECTORY_SCHEMA_VERSION, sha256=sha256)
         listing = folder / f"left_out-{ref.sha256[:16]}.jsonl"
         os.replace(staging / "left_out.jsonl", listing)
     return Ingested(trajectories=ref, report=report.model_copy(update={"left_out": str(listing)}))

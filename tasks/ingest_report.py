@@ -49,19 +49,13 @@ def ingest_report(
     catalog: Catalog, config: SourceConfig, n_files: int, n_reused: int, repeats: list[Dropped], left_out: Path
 ) -> IngestReport:
     """What became of the files that were asked for; writes the list of what was left out to `left_out`."""
-    totals: Counter[str] = Counter()
-    formats, outcomes, exits, lengths, redactions = (Counter[str]() for _ in range(5))
-    for run in catalog.kept():
-        totals.update(
-            runs=1, turns=run.n_turns, calls=run.n_calls, observations=run.n_observations, unpaired=run.n_unpaired
-        )
-        formats[run.source_format] += 1
-        outcomes[run.status] += 1
-        lengths[str(1 << max(10, (run.n_chars - 1).bit_length()))] += 1
-        if run.exit_status:
-            exits[run.exit_status] += 1
+    totals = catalog.totals()
+    lengths = Counter[int]()
+    for n_chars, n_runs in catalog.counts("n_chars").items():
+        lengths[1 << max(10, (int(n_chars) - 1).bit_length())] += n_runs
     left = _left_out(catalog, repeats, left_out)
     n_side = n_replaced = 0
+    redactions = Counter[str]()
     for notes in catalog.notes():
         n_side += bool(notes.facts)
         n_replaced += notes.n_replaced
@@ -70,15 +64,15 @@ def ingest_report(
         n_files=n_files,
         n_files_reused=n_reused,
         n_side_files=n_side,
-        n_trajectories=totals["runs"],
-        n_turns=totals["turns"],
-        n_calls=totals["calls"],
-        n_observations=totals["observations"],
-        n_unpaired_results=totals["unpaired"],
-        by_format=dict(sorted(formats.items())),
-        by_outcome=dict(sorted(outcomes.items())),
-        by_exit_status=dict(sorted(exits.items())),
-        length_chars=dict(sorted(lengths.items(), key=lambda item: int(item[0]))),
+        n_trajectories=totals["n_runs"],
+        n_turns=totals["n_turns"],
+        n_calls=totals["n_calls"],
+        n_observations=totals["n_observations"],
+        n_unpaired_results=totals["n_unpaired"],
+        by_format=dict(sorted(catalog.counts("source_format").items())),
+        by_outcome=dict(sorted(catalog.counts("status").items())),
+        by_exit_status=dict(sorted(catalog.counts("exit_status").items())),
+        length_chars={str(n_chars): n_runs for n_chars, n_runs in sorted(lengths.items())},
         redactions=dict(sorted(redactions.items())),
         redact=config.redact,
         n_replaced_characters=n_replaced,

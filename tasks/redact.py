@@ -34,6 +34,7 @@ from detect_secrets.plugins.square_oauth import SquareOAuthDetector
 from detect_secrets.plugins.stripe import StripeDetector
 from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
 from detect_secrets.plugins.twilio import TwilioKeyDetector
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from tasks.sources.draft import CharSpan, Message, Run
@@ -193,14 +194,14 @@ class Redactor:
     _hints: tuple[str, ...] = ("",)
     """A text without any of these has nothing to replace."""
 
-    def _triggered(self, text: str) -> list[int]:
+    def _triggered(self, text: bytes) -> list[int]:
         """Indices of the rules whose trigger matches, in order."""
         found: list[int] = []
 
         def note(index: int, *_: object) -> None:
             found.append(index)
 
-        _rules()[1].scan(text.encode(), match_event_handler=note, scratch=self._scratch)
+        _rules()[1].scan(text, match_event_handler=note, scratch=self._scratch)
         return sorted(found)
 
     def _placeholder(self, kind: str, value: str) -> str:
@@ -214,7 +215,7 @@ class Redactor:
 
     def find(self, text: str) -> list[tuple[int, int, str]]:
         """(start, end, placeholder) of what is to be replaced: in order, without overlap."""
-        triggered = self._triggered(text) if any(hint in text for hint in self._hints) else []
+        triggered = self._triggered(text.encode()) if any(hint in text for hint in self._hints) else []
         if not triggered:
             return []
         # an escape before a value (\nalice@...) is no part of it; blanks of equal length keep the offsets
@@ -264,16 +265,17 @@ class Redactor:
 _RUN_TEXTS = ("tools_json", "patch", "exit_status")
 
 
-def _all_text(run: Run) -> str:
-    """Everything that could hold a secret, so that a clean run is found to be clean in one pass."""
-    parts = [value for name in _RUN_TEXTS if (value := getattr(run, name))]
-    for message in run.messages:
-        parts.append(message.content)
-        if message.reasoning:
-            parts.append(message.reasoning)
-        for call in message.tool_calls:
-            parts.append(call.arguments)
-    return "\n".join(parts)
+_PACK = msgpack.Encoder().encode
+
+
+def _all_text(run: Run) -> bytes:
+    """Everything that could hold a secret, so that a clean run is found to be clean in one pass. Texts stand in it
+    whole and unescaped, as triggers need them; what stands between them may set off a trigger for nothing.
+    """
+    messages = run.messages
+    calls = [call for message in messages for call in message.tool_calls]
+    spoken = [message.content for message in messages], [message.reasoning for message in messages]
+    return _PACK([*spoken, [call.arguments for call in calls], [getattr(run, name) for name in _RUN_TEXTS]])
 
 
 def _replace(text: str, found: list[tuple[int, int, str]]) -> str:
