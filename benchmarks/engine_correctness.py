@@ -38,12 +38,12 @@ def attention_errors(n_tokens: int = 1000) -> dict[str, list[float]]:
     q, k, v = (torch.randn(n_tokens, n, 128, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
     grad = torch.randn_like(q)
     exact_grad, *exact = (x.double() for x in (grad, q, k, v))
-    out, lse = BACKENDS["math"].forward(exact[0], exact[1], exact[2], 128**-0.5)
-    want = [out, *BACKENDS["math"].backward(exact_grad, exact[0], exact[1], exact[2], out, lse, 128**-0.5)]
+    out, lse = BACKENDS["math"].forward(exact[0], exact[1], exact[2], 128**-0.5, True)
+    want = [out, *BACKENDS["math"].backward(exact_grad, exact[0], exact[1], exact[2], out, lse, 128**-0.5, True)]
     errors = {}
     for name in ("cudnn", "flash"):
-        out, lse = BACKENDS[name].forward(q, k, v, 128**-0.5)
-        got = [out, *BACKENDS[name].backward(grad, q, k, v, out, lse, 128**-0.5)]
+        out, lse = BACKENDS[name].forward(q, k, v, 128**-0.5, True)
+        got = [out, *BACKENDS[name].backward(grad, q, k, v, out, lse, 128**-0.5, True)]
         errors[name] = [round(relative_error(a, b), 6) for a, b in zip(got, want, strict=True)]
     return errors
 

@@ -165,13 +165,13 @@ def measured_peaks(n_tokens: int = 32768) -> dict[str, float]:
     forward_operations = 4 * n_tokens**2 * 32 * 128 / 2
     for name in ("cudnn", "flash"):
         backend = BACKENDS[name]
-        out, lse = backend.forward(q, k, v, 128**-0.5)
+        out, lse = backend.forward(q, k, v, 128**-0.5, True)
         grad = torch.randn_like(out)
         result[f"{name}_forward"] = rate(
-            lambda backend=backend: backend.forward(q, k, v, 128**-0.5), forward_operations, 3
+            lambda backend=backend: backend.forward(q, k, v, 128**-0.5, True), forward_operations, 3
         )
         result[f"{name}_backward"] = rate(
-            lambda backend=backend, out=out, lse=lse, grad=grad: backend.backward(grad, q, k, v, out, lse, 128**-0.5),
+            lambda backend=backend, out=out, lse=lse, grad=grad: backend.backward(grad, q, k, v, out, lse, 128**-0.5, True),
             2.5 * forward_operations, 3,
         )  # fmt: skip
     return {key: round(value, 1) for key, value in result.items()}

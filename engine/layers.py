@@ -1,10 +1,9 @@
-"""Scores of one long branch, with the decoder's layers walked explicitly.
+"""The scorer for long branches: the decoder's layers walked explicitly (`engine.walk`).
 
-Shapes: B rows, T tokens, P scored positions, D hidden size, X columns for LoRA beside D.
+Shapes: B rows, T tokens, P scored positions.
 
-No autograd graph exists inside: forward is a loop that keeps what the memory plan says, backward a loop in reverse
-that recomputes one layer at a time. To autograd the whole branch is a single function of the LoRA parameters, so any
-loss on the scores, gradient accumulation and optimisers work unchanged. Exact: attention sees every token.
+To autograd a walk is a single function of the LoRA parameters, so any loss on the scores, gradient accumulation and
+optimisers work unchanged. Short rows of a batch are packed into one walk, in which none sees another.
 """
 
 from __future__ import annotations
@@ -16,16 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention import AttentionBackend, choose_backend
-from engine.blocks import LayerBackward, LayerForward
-from engine.head import head_logprobs
+from engine.block_attention import block_backends
 from engine.linears import compute_dtype
-from engine.offload import HostPool, Kept, Transfers, slot_bytes
-from engine.plan import MemoryPlan, kept_shapes
+from engine.offload import HostPool
+from engine.plan import MemoryPlan
 from engine.scores import check_positions, split_head
-from engine.workspace import LayerActivations, Workspace
+from engine.segments import WINDOW_GAP_TOKENS, one_row, packed_rows
+from engine.walk import Sequence, Walk, WalkFunction
 from schemas.errors import UserError
 
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+PACK_TOKENS = 16_384
+"""Rows are packed up to so many tokens: from there on nothing of a walk's fixed work is left to save."""
 
 
 def check_model(model: nn.Module, n_tokens: int) -> None:
@@ -60,147 +61,53 @@ def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for _, p in trained]
 
 
-class _BranchWalk:
-    """Forward and backward of one row without padding."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        input_ids_T: Tensor,
-        positions_P: Tensor,
-        plan: MemoryPlan,
-        backend: AttentionBackend,
-        pool: HostPool | None,
-        chunk_positions: int,
-    ) -> None:
-        decoder, head = split_head(model)
-        self.decoder: Any = decoder
-        self.head_weight: Tensor = head.weight  # type: ignore[assignment]
-        self.input_ids_T, self.positions_P = input_ids_T, positions_P
-        self.plan, self.backend, self.pool, self.chunk_positions = plan, backend, pool, chunk_positions
-        self.transfers = Transfers(input_ids_T.device)
-        self.kept: list[LayerActivations] = []
-        self.scratch, self.scratch_inputs = LayerActivations(), list[Kept]()
-        self.unit_grad_PD: Tensor | None = None
-
-    def _workspace(self) -> tuple[Any, MemoryPlan, int, Transfers, AttentionBackend]:
-        return self.decoder, self.plan, self.input_ids_T.numel(), self.transfers, self.backend
-
-    def _allocate(self, walk: Workspace, pool: HostPool) -> None:
-        shapes = kept_shapes(walk.sizes, self.plan, walk.n_tokens)
-        on_host = [shape.place == "host" for shape in shapes]
-        pool.reserve(sum(slot_bytes(shape.n_bytes) for shape, host in zip(shapes, on_host, strict=True) if host))
-        self.kept = [LayerActivations() for _ in self.plan.layers]
-        for shape, host in zip(shapes, on_host, strict=True):
-            dtype = walk.sum_dtype if shape.field == "lse" else walk.dtype
-            size = (shape.n_rows, shape.width)
-            kept = Kept(pool.take(*size, dtype) if host else torch.empty(size, dtype=dtype, device=walk.device))
-            owner = self.scratch if shape.layer < 0 else self.kept[shape.layer]
-            if shape.field in ("attention", "lse"):
-                getattr(owner, shape.field).append(kept)
-            elif shape.layer < 0:
-                self.scratch_inputs.append(kept)
-            else:
-                setattr(owner, shape.field, kept)
-
-    def forward(self) -> Tensor:
-        """logp_P; keeps what backward needs when there is a pool."""
-        walk = LayerForward(*self._workspace())
-        if self.pool is not None:
-            self._allocate(walk, self.pool)
-        embedding: Tensor = self.decoder.embed_tokens.weight
-        hidden_TD = nn.functional.embedding(self.input_ids_T.to(embedding.device), embedding)
-        hidden_TD = hidden_TD.to(walk.device, walk.dtype)
-        if self.kept:
-            assert self.kept[0].input is not None
-            self.transfers.write(self.kept[0].input, slice(None), hidden_TD)
-        for index, layer in enumerate(self.decoder.layers):
-            walk.load(layer)
-            following = self.kept[index + 1].input if index + 1 < len(self.kept) else None
-            walk.forward(hidden_TD, self.kept[index] if self.kept else None, following)
-        walk.finish()
-        hidden_PD = hidden_TD[self.positions_P - 1]
-        del walk, hidden_TD
-        logp_P, self.unit_grad_PD = head_logprobs(
-            hidden_PD, self.decoder.norm, self.head_weight, self.input_ids_T[self.positions_P],
-            chunk_positions=self.chunk_positions, with_grad=self.pool is not None,
-        )  # fmt: skip
-        return logp_P
-
-    def backward(self, grad_P: Tensor) -> dict[int, Tensor]:
-        """LoRA gradients by id of their parameter, given d(loss)/d(logp_P). Frees what forward kept."""
-        if self.unit_grad_PD is None or self.pool is None:
-            raise RuntimeError("backward ran already (retain_graph is not covered), or forward ran without gradients")
-        walk = LayerBackward(*self._workspace())
-        walk.prepare()
-        grad_TX = torch.zeros(walk.n_tokens, walk.grad_width, dtype=walk.dtype, device=walk.device)
-        scaled_PD = (self.unit_grad_PD * grad_P[:, None]).to(walk.dtype)
-        grad_TX[:, : walk.hidden_size].index_add_(0, self.positions_P - 1, scaled_PD)
-        self.unit_grad_PD = None
-        grads: dict[int, Tensor] = {}
-        inputs = [kept.input for kept in self.kept]
-        for index in reversed(range(len(self.kept))):
-            kept = self.kept[index]
-            if inputs[index] is None:
-                self._restore_inputs(walk, inputs, index)
-            source = inputs[index]
-            assert source is not None
-            walk.load(self.decoder.layers[index])
-            recompute_attention = not kept.attention
-            if recompute_attention:
-                self._restore_attention(walk, source, kept)
-            below = (inputs[index - 1], self.kept[index - 1]) if index > 0 else None
-            grads |= walk.backward(grad_TX, source, kept, below, qkv_filled=recompute_attention)
-            if self.plan.layers[index].attention == "recompute":
-                self.scratch.attention += kept.attention
-                self.scratch.lse += kept.lse
-            self.kept[index], inputs[index] = LayerActivations(), None
-        self.kept, self.scratch, self.scratch_inputs = [], LayerActivations(), []
-        self.pool.release_owner()
-        return grads
-
-    def _restore_inputs(self, walk: LayerBackward, inputs: list[Kept | None], index: int) -> None:
-        """Fill the dropped inputs up to layer `index` from the nearest one kept before it."""
-        start = max(i for i in range(index) if inputs[i] is not None)
-        for layer in range(start, index):
-            walk.load(self.decoder.layers[layer])
-            source, output = inputs[layer], self.scratch_inputs[layer - start]
-            assert source is not None
-            if not self.kept[layer].attention:
-                self._restore_attention(walk, source, self.kept[layer])
-            walk.restore_output(source, self.kept[layer], output)
-            inputs[layer + 1] = output
-
-    def _restore_attention(self, walk: LayerBackward, source: Kept, kept: LayerActivations) -> None:
-        """Compute a layer's attention again, into a free scratch slot."""
-        n_groups = self.plan.head_groups
-        kept.attention, self.scratch.attention = self.scratch.attention[:n_groups], self.scratch.attention[n_groups:]
-        kept.lse, self.scratch.lse = self.scratch.lse[:n_groups], self.scratch.lse[n_groups:]
-        walk.restore_attention(source, kept)
+def can_pack(model: nn.Module) -> bool:
+    """Whether a token's rotary embedding depends on its position alone, not on the length of what it stands in."""
+    decoder: Any = split_head(model)[0]
+    rope_type = getattr(decoder.rotary_emb, "rope_type", "default")
+    return "dynamic" not in rope_type and rope_type != "longrope"
 
 
-class _WalkFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, walk: _BranchWalk, *parameters: nn.Parameter) -> Tensor:
-        ctx.walk, ctx.keys = walk, [id(parameter) for parameter in parameters]
-        return walk.forward()
+def packs(lengths: dict[int, int], pack_tokens: int) -> list[list[int]]:
+    """Rows, in order, in packs of at most pack_tokens tokens (a longer row is a pack of its own).
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grads = ctx.walk.backward(grad_outputs[0])
-        return (None, *(grads.get(key) for key in ctx.keys))
+    Args:
+        lengths: tokens of every row, by its number.
+    """
+    found: list[list[int]] = []
+    used = pack_tokens + 1
+    for row, length in lengths.items():
+        if used + length > pack_tokens:
+            found.append([])
+            used = 0
+        found[-1].append(row)
+        used += length
+    return found
 
 
 class LongContextScorer:
     """A scorer (see `engine.scores`) for long branches: `plan_for(n_tokens)` says what is kept where.
 
-    Rows of a batch are walked one after another, without their padding. One host buffer serves all calls; a second
-    branch whose backward is still due gets a buffer of its own.
+    Rows of a batch lose their padding; short ones are packed, the others walked one after another. One host buffer
+    serves all calls; a second sequence whose backward is still due gets a buffer of its own.
+
+    Args:
+        packed_plan_for: the plan of packed rows, or of a pair behind its common prefix, of so many tokens in all.
+        pack_tokens: rows are packed up to so many tokens; 0: never.
+        gap_tokens: the last layer computes windows around scored positions; nearer ones are one.
     """
 
-    def __init__(self, plan_for: Callable[[int], MemoryPlan], *, chunk_positions: int = 256) -> None:
-        self._plan_for, self._chunk_positions = plan_for, chunk_positions
+    def __init__(
+        self,
+        plan_for: Callable[[int], MemoryPlan],
+        *,
+        packed_plan_for: Callable[[int], MemoryPlan] | None = None,
+        pack_tokens: int = PACK_TOKENS,
+        chunk_positions: int = 256,
+        gap_tokens: int = WINDOW_GAP_TOKENS,
+    ) -> None:
+        self._plan_for, self._packed_plan_for = plan_for, packed_plan_for or plan_for
+        self._pack_tokens, self._chunk_positions, self._gap_tokens = pack_tokens, chunk_positions, gap_tokens
         self._pools: list[HostPool] = []
         self.backend: AttentionBackend | None = None
         self.probe_s: dict[str, float] = {}
@@ -234,32 +141,42 @@ class LongContextScorer:
             )  # fmt: skip
         return self.backend
 
-    def _row(self, model: nn.Module, input_ids_T: Tensor, positions_P: Tensor) -> Tensor:
-        n_tokens, device = input_ids_T.numel(), input_ids_T.device
-        check_model(model, n_tokens)
+    def score(self, model: nn.Module, sequence: Sequence) -> Tensor:
+        """logp_P in nats of the sequence's targets; UserError for models that the walk does not cover."""
+        layout, device = sequence.layout, sequence.input_ids_T.device
+        check_model(model, max(s.first_position + s.stop - s.start for s in layout.segments))
         parameters = _trained_parameters(model) if torch.is_grad_enabled() else []
         pool = self._free_pool(device) if parameters else None
-        backend = self.choose_backend(model, n_tokens, device)
-        walk = _BranchWalk(
-            model, input_ids_T, positions_P, self._plan_for(n_tokens), backend, pool,
-            self._chunk_positions,
+        backend = self.choose_backend(model, layout.n_tokens, device)
+        plan_for = self._plan_for if layout.is_one_row else self._packed_plan_for
+        walk = Walk(
+            model, sequence, plan_for(layout.n_tokens), block_backends(backend), pool,
+            chunk_positions=self._chunk_positions, gap_tokens=self._gap_tokens,
         )  # fmt: skip
         if pool is None:
             with torch.no_grad():
                 return walk.forward()
         pool.lend(walk)
-        return _WalkFunction.apply(walk, *parameters)  # type: ignore[return-value]
+        return WalkFunction.apply(walk, *parameters)  # type: ignore[return-value]
 
     def __call__(
         self, model: nn.Module, input_ids_BT: Tensor, attention_mask_BT: Tensor, rows_P: Tensor, positions_P: Tensor
     ) -> Tensor:
         """logp_P in nats; errors as `engine.scores.token_logprobs`, UserError for models the walk does not cover."""
         check_positions(input_ids_BT, rows_P, positions_P)
+        pack_tokens = self._pack_tokens if can_pack(model) else 0
         pieces, order = [], []
-        for row in rows_P.unique().tolist():
-            kept_T = attention_mask_BT[row].bool()
-            chosen = (rows_P == row).nonzero().flatten()
-            place_T = kept_T.cumsum(0) - 1
-            pieces.append(self._row(model, input_ids_BT[row][kept_T], place_T[positions_P[chosen]]))
-            order.append(chosen)
+        kept_BT = attention_mask_BT.bool()
+        place_BT, n_tokens_B = kept_BT.cumsum(1) - 1, kept_BT.sum(1).tolist()
+        for pack in packs({row: n_tokens_B[row] for row in rows_P.unique().tolist()}, pack_tokens):
+            before, chosen, start = [], [], 0
+            for row in pack:
+                chosen.append((rows_P == row).nonzero().flatten())
+                before.append(place_BT[row, positions_P[chosen[-1]]] - 1 + start)
+                start += n_tokens_B[row]
+            lengths = [n_tokens_B[row] for row in pack]
+            ids_T, before_P = torch.cat([input_ids_BT[row][kept_BT[row]] for row in pack]), torch.cat(before)
+            layout = packed_rows(lengths) if len(pack) > 1 else one_row(start)
+            pieces.append(self.score(model, Sequence(ids_T, layout, before_P, ids_T[before_P + 1])))
+            order += chosen
         return torch.cat(pieces)[torch.cat(order).argsort()]

@@ -42,6 +42,8 @@ class Setup(BaseModel):
     chunk_positions: int = 256
     accumulating: bool = False  # gradients of an earlier branch are alive during backward
     align: int = 64  # LoRA columns are padded to this many (1 off the GPU)
+    n_last_rows: int | None = None  # rows the last layer computes beyond keys and values; None: all (an upper bound)
+    several_blocks: bool = False  # rows packed, or two tails behind a prefix: attention in blocks, merged
 
 
 class LedgerRow(BaseModel):
@@ -150,10 +152,11 @@ def _static_rows(config: Mapping[str, Any], setup: Setup, sizes: Dimensions) -> 
     return [LedgerRow(moment="static", component=name, device_bytes=value) for name, value in amounts.items()]
 
 
-def _kept_rows(sizes: Dimensions, plan: MemoryPlan, n_tokens: int) -> list[LedgerRow]:
+def _kept_rows(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -> list[LedgerRow]:
     device: dict[str, int] = {}
     host: dict[str, int] = {}
-    for shape in kept_shapes(sizes, plan, n_tokens):
+    n_last_rows = None if setup.n_last_rows is None else min(setup.n_last_rows, n_tokens)
+    for shape in kept_shapes(sizes, plan, n_tokens, n_last_rows):
         name = f"kept {shape.field}" if shape.layer >= 0 else f"scratch {shape.field}"
         target, unit = (host, _PAGE_BYTES) if shape.place == "host" else (device, 1)
         target[name] = target.get(name, 0) + -(-shape.n_bytes // unit) * unit
@@ -223,6 +226,10 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
         if unit == 2
         else 0,
     }
+    if setup.several_blocks:
+        # one block's results beside the group's, as if one block were all; dk and dv are summed in float32
+        forward |= {"block outputs": group_tokens * heads}
+        backward_attention |= {"block gradients": group_tokens * heads + n_tokens * 2 * key_heads * sizes.head_size * 4}
     moments = {"forward": forward, "backward_mlp": backward_mlp, "backward_attention": backward_attention}
     for name, amounts in moments.items():
         moments[name] = workspace | amounts
@@ -242,7 +249,7 @@ def attention_workspace_bytes(n_tokens: int, n_heads: int, n_key_heads: int, hea
 def predict(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup) -> Ledger:
     """The ledger of one branch of n_tokens."""
     sizes = dimensions(config, setup)
-    rows = _static_rows(config, setup, sizes) + _kept_rows(sizes, plan, n_tokens)
+    rows = _static_rows(config, setup, sizes) + _kept_rows(sizes, plan, setup, n_tokens)
     for moment, amounts in _moments(sizes, plan, setup, n_tokens).items():
         rows += [
             LedgerRow(moment=moment, component=name, device_bytes=value)  # type: ignore[arg-type]

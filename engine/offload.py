@@ -12,10 +12,12 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.host_memory import HostMemoryError, locked_limit_bytes
 from schemas.errors import StageError
 
 _ALIGN_BYTES = 4096
@@ -49,21 +51,25 @@ class HostPool:
         self._owner = lambda: None
 
     def reserve(self, n_bytes: int) -> None:
-        """Make room for n_bytes and forget what was there. StageError when the host refuses."""
+        """Make room for n_bytes and forget what was there. HostMemoryError when the host refuses."""
         self._used_bytes = 0
         if n_bytes <= self.capacity_bytes:
             return
         self.release()
-        self._map = mmap.mmap(-1, n_bytes)
+        try:
+            self._map = mmap.mmap(-1, n_bytes)
+        except OSError as error:
+            raise HostMemoryError(f"the host refused {n_bytes / 2**30:.1f} GiB ({error.strerror})") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to pin
         self._buffer = torch.frombuffer(self._map, dtype=torch.uint8)
         if self.device.type == "cuda":
             self._buffer.fill_(0)  # many threads touch the pages; the driver would do it with one
-            status = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), n_bytes, 0)  # type: ignore[union-attr]
-            if int(status) != 0:
-                self._buffer = torch.empty(0, dtype=torch.uint8)
-                raise StageError(f"the host refused to pin {n_bytes / 2**30:.1f} GiB (CUDA error {int(status)})")
+            try:
+                pin(self._buffer, torch.cuda.cudart())
+            except HostMemoryError:
+                self.release()
+                raise
             self._unpin = weakref.finalize(self, _unpin, self._buffer, self.device)
             self._unpin.atexit = False  # the driver does it at exit
 
@@ -83,6 +89,20 @@ class HostPool:
         self._unpin, self._buffer, self._map = None, torch.empty(0, dtype=torch.uint8), None
 
 
+def pin(buffer: Tensor, runtime: Any) -> None:
+    """Registers plain host memory with CUDA (`runtime`: torch.cuda.cudart()). HostMemoryError when it is refused."""
+    status = runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+    if int(status) == 0:
+        return
+    limit_bytes = locked_limit_bytes()
+    locked = (
+        "" if limit_bytes is None else f"; the limit of locked memory (ulimit -l) is {limit_bytes / 2**20:,.0f} MiB"
+    )
+    raise HostMemoryError(
+        f"the host refused to pin {buffer.numel() / 2**30:.1f} GiB ({runtime.cudaGetErrorString(status)}){locked}"
+    )
+
+
 def _unpin(buffer: Tensor, device: torch.device) -> None:
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[union-attr]
@@ -99,6 +119,10 @@ class Kept:
     def __init__(self, data_TW: Tensor) -> None:
         self.data_TW = data_TW
         self.written: torch.cuda.Event | None = None
+
+    def reshaped(self, n_rows: int, width: int) -> Kept:
+        """As many leading elements of the same memory, with another shape."""
+        return Kept(self.data_TW.view(-1)[: n_rows * width].view(n_rows, width))
 
 
 class Transfers:

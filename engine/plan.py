@@ -137,8 +137,11 @@ def _attention_shapes(sizes: Dimensions, n_groups: int, n_tokens: int, layer: in
     return [output] * n_groups + [lse] * n_groups
 
 
-def kept_shapes(sizes: Dimensions, plan: MemoryPlan, n_tokens: int) -> list[KeptShape]:
-    """Every tensor the plan keeps for a branch of n_tokens, scratch last. Engine and ledger both read this list."""
+def kept_shapes(sizes: Dimensions, plan: MemoryPlan, n_tokens: int, n_last_rows: int | None = None) -> list[KeptShape]:
+    """Every tensor the plan keeps for a branch of n_tokens, scratch last. Engine and ledger both read this list.
+
+    The last layer computes n_last_rows rows (None: all) beyond its keys and values, and keeps as many.
+    """
     widths = {
         "input": sizes.hidden_size,
         "mid": sizes.hidden_size,
@@ -147,16 +150,18 @@ def kept_shapes(sizes: Dimensions, plan: MemoryPlan, n_tokens: int) -> list[Kept
     }
     shapes: list[KeptShape] = []
     for index, layer in enumerate(plan.layers):
+        n_queries = n_tokens if n_last_rows is None or index + 1 < len(plan.layers) else n_last_rows
         for field, width in widths.items():
             place: Place = getattr(layer, field)
+            n_rows = n_tokens if field in ("input", "qkv") else n_queries
             if place != "recompute":
                 shapes.append(
                     KeptShape(
-                        layer=index, field=field, place=place, n_rows=n_tokens, width=width, itemsize=sizes.itemsize
+                        layer=index, field=field, place=place, n_rows=n_rows, width=width, itemsize=sizes.itemsize
                     )
                 )
         if layer.attention != "recompute":
-            shapes += _attention_shapes(sizes, plan.head_groups, n_tokens, index, layer.attention)
+            shapes += _attention_shapes(sizes, plan.head_groups, n_queries, index, layer.attention)
     scratch_place = plan.layers[0].input
     shapes += [
         KeptShape(

@@ -7,14 +7,30 @@ Exact: the tails keep the positions they have in their own branch, and no token 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine import segments
 from engine.data import Branch
-from engine.scores import chunked_logprobs, split_head
+from engine.layers import LongContextScorer
+from engine.scores import Scorer, chunked_logprobs, split_head
+from engine.walk import Sequence
 
 CHUNK_POSITIONS = 1024
+
+
+class PackedPair(NamedTuple):
+    """Prefix, chosen tail, rejected tail; per branch the packed rows before its scored tokens, and these tokens."""
+
+    n_prefix: int
+    n_chosen: int
+    n_rejected: int
+    token_ids_T: Tensor
+    before_P: tuple[Tensor, Tensor]
+    targets_P: tuple[Tensor, Tensor]
 
 
 def common_prefix(one_T: np.ndarray, other_T: np.ndarray) -> int:
@@ -32,24 +48,48 @@ def block_mask(n_prefix: int, n_chosen: int, n_rejected: int, device: torch.devi
     return mask_TT[None, None]
 
 
-def shared_prefix_logprobs(model: nn.Module, chosen: Branch, rejected: Branch, device: torch.device) -> list[Tensor]:
-    """logp_P (nats) of the chosen and of the rejected branch's scored positions, with one graph for both."""
-    n_shared = common_prefix(chosen.token_ids_T, rejected.token_ids_T)
-    n_chosen, n_rejected = chosen.n_tokens, rejected.n_tokens
-    packed_T = np.concatenate([chosen.token_ids_T, rejected.token_ids_T[n_shared:]]).astype(np.int64)
-    places_T = np.concatenate([np.arange(n_chosen), np.arange(n_shared, n_rejected)])
-    ids_1T, places_1T = (torch.from_numpy(values)[None].to(device) for values in (packed_T, places_T))
+def pack_pair(chosen: Branch, rejected: Branch, device: torch.device) -> PackedPair:
+    """The pair's tokens on the device, the common prefix once."""
+    n_prefix = common_prefix(chosen.token_ids_T, rejected.token_ids_T)
+    packed_T = np.concatenate([chosen.token_ids_T, rejected.token_ids_T[n_prefix:]]).astype(np.int64)
+    before, targets = [], []
+    for branch, shift in ((chosen, 0), (rejected, chosen.n_tokens - n_prefix)):
+        before_P = branch.positions_P - 1  # the hidden state that predicts a position, in its own branch
+        before.append(torch.from_numpy(np.where(before_P < n_prefix, before_P, before_P + shift)).to(device))
+        targets.append(torch.from_numpy(branch.token_ids_T[branch.positions_P].astype(np.int64)).to(device))
+    packed_ids_T = torch.from_numpy(packed_T).to(device)
+    return PackedPair(n_prefix, chosen.n_tokens, rejected.n_tokens, packed_ids_T, tuple(before), tuple(targets))
+
+
+def _plain_logprobs(model: nn.Module, pair: PackedPair) -> list[Tensor]:
+    """By the model's own forward, under a dense block mask."""
+    device = pair.token_ids_T.device
+    places_T = torch.cat([torch.arange(pair.n_chosen), torch.arange(pair.n_prefix, pair.n_rejected)]).to(device)
     decoder, head = split_head(model)
     hidden_TD = decoder(
-        input_ids=ids_1T,
-        attention_mask=block_mask(n_shared, n_chosen, n_rejected, device),
-        position_ids=places_1T,
+        input_ids=pair.token_ids_T[None],
+        attention_mask=block_mask(pair.n_prefix, pair.n_chosen, pair.n_rejected, device),
+        position_ids=places_T[None],
         use_cache=False,
     ).last_hidden_state[0]
-    found = []
-    for branch, shift in ((chosen, 0), (rejected, n_chosen - n_shared)):
-        before_P = branch.positions_P - 1  # the hidden state that predicts a position, in its own branch
-        before_P = torch.from_numpy(np.where(before_P < n_shared, before_P, before_P + shift)).to(device)
-        targets_P = torch.from_numpy(branch.token_ids_T[branch.positions_P].astype(np.int64)).to(device)
-        found.append(chunked_logprobs(hidden_TD[before_P], targets_P, head, CHUNK_POSITIONS))
-    return found
+    return [
+        chunked_logprobs(hidden_TD[before_P], targets_P, head, CHUNK_POSITIONS)
+        for before_P, targets_P in zip(pair.before_P, pair.targets_P, strict=True)
+    ]
+
+
+def shared_prefix_logprobs(
+    model: nn.Module, chosen: Branch, rejected: Branch, device: torch.device, scorer: Scorer | None = None
+) -> list[Tensor]:
+    """logp_P (nats) of the chosen and of the rejected branch's scored positions, with one graph for both.
+
+    Args:
+        scorer: a LongContextScorer walks the pair in its own way; any other leaves it to the model's forward.
+    """
+    pair = pack_pair(chosen, rejected, device)
+    if not isinstance(scorer, LongContextScorer):
+        return _plain_logprobs(model, pair)
+    layout = segments.shared_prefix(pair.n_prefix, pair.n_chosen, pair.n_rejected)
+    sequence = Sequence(pair.token_ids_T, layout, torch.cat(pair.before_P), torch.cat(pair.targets_P))
+    sizes = [len(targets_P) for targets_P in pair.targets_P]
+    return list(scorer.score(model, sequence).split(sizes))

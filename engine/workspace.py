@@ -1,7 +1,8 @@
 """Buffers and pieces of arithmetic that forward and backward of a decoder layer share.
 
-Shapes: as in `engine.blocks`: T tokens, N tokens of a tile, D hidden size, W packed width of q|k|v, F MLP size,
-S heads of a group, E head size, J = E / 2, C features of a group's attention output, X bordered by LoRA columns.
+Shapes: as in `engine.layer_backward`: T tokens, Q query rows, N rows of a tile, D hidden size, W packed width of q|k|v,
+F MLP size, S heads of a group, E head size, J = E / 2, C features of a group's attention output, X bordered by LoRA
+columns.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import kernels
-from engine.attention import AttentionBackend
+from engine import block_attention, kernels
+from engine.block_attention import BlockBackends
 from engine.kernels import GroupColumns
 from engine.linears import PackedLinears, compute_dtype
 from engine.offload import Kept, Transfers
 from engine.plan import Dimensions, MemoryPlan
+from engine.segments import Layout, Queries
 
 MID_RING = 3  # tiles of the mid residual in flight to the host
 
@@ -34,19 +36,22 @@ class LayerActivations:
     lse: list[Kept] = dataclasses.field(default_factory=list)
 
 
+def tiles(n_rows: int, tile_rows: int) -> list[slice]:
+    """Row ranges of at most tile_rows."""
+    return [slice(start, min(start + tile_rows, n_rows)) for start in range(0, n_rows, tile_rows)]
+
+
 class Workspace:
-    """Buffers for the layers of one decoder at one length, and the layer whose weights are loaded."""
+    """Buffers for the layers of one decoder and one layout, and the layer whose weights are loaded."""
 
     def __init__(
-        self, decoder: Any, plan: MemoryPlan, n_tokens: int, transfers: Transfers, backend: AttentionBackend
+        self, decoder: Any, plan: MemoryPlan, layout: Layout, transfers: Transfers, backends: BlockBackends
     ) -> None:
-        first, config = decoder.layers[0], decoder.config
-        self.plan, self.n_tokens, self.transfers, self.backend = plan, n_tokens, transfers, backend
+        first, config, n_tokens = decoder.layers[0], decoder.config, layout.n_tokens
+        self.plan, self.n_tokens, self.transfers, self.backends = plan, n_tokens, transfers, backends
         self.device, self.dtype = transfers.device, compute_dtype(first.self_attn.q_proj)
         self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
-        self.spans = [
-            slice(start, min(start + plan.tile_tokens, n_tokens)) for start in range(0, n_tokens, plan.tile_tokens)
-        ]
+        self.spans = tiles(n_tokens, plan.tile_tokens)
         align = 64 if self.device.type == "cuda" else 1
         packs = [PackedLinears(modules, self.dtype, self.device, align) for modules in self._modules(first)]
         self.qkv, self.out, self.gate_up, self.down = packs
@@ -70,7 +75,10 @@ class Workspace:
         width = self.gate_up.n_out + self.gate_up.extra
         self._gate_up_TX = self._empty(n_tokens, width) if gate_up_on_host else None
         self._gate_up_written: torch.cuda.Event | None = None
-        positions_1T = torch.arange(n_tokens, device=self.device)[None]
+        self._unsent: list[tuple[Kept, slice]] = []  # pieces of gate|up that have yet to go to the host
+        positions_1T = torch.cat(
+            [torch.arange(s.first_position, s.first_position + s.stop - s.start) for s in layout.segments]
+        )[None].to(self.device)
         probe = torch.empty(0, dtype=self.sum_dtype, device=self.device)
         cos_1TE, sin_1TE = decoder.rotary_emb(probe, positions_1T)
         half = self.head_size // 2
@@ -148,16 +156,17 @@ class Workspace:
         q_THE, k_TKE, v_TKE = out_TSE.split([columns.query_heads, columns.key_heads, columns.key_heads], dim=1)
         return q_THE, k_TKE, v_TKE
 
-    def _attend(self, kept: LayerActivations) -> list[Tensor]:
-        """Attention of every group from the packed q|k|v; outputs [T, heads * E], kept where the plan says."""
+    def _attend(self, kept: LayerActivations, queries: Queries) -> list[Tensor]:
+        """Attention of every group from the packed q|k|v; outputs [Q, heads * E], kept where the plan says."""
         outputs = []
         for index, columns in enumerate(self.groups):
-            out_THE, lse_HT = self.backend.forward(*self._group_qkv(self._qkv_TW, columns), self.scale)
-            outputs.append(out_THE.reshape(self.n_tokens, -1))
+            q_THE, k_TKE, v_TKE = self._group_qkv(self._qkv_TW, columns)
+            out_QHE, lse_HQ = block_attention.forward(self.backends, queries, q_THE, k_TKE, v_TKE, self.scale)
+            outputs.append(out_QHE.reshape(queries.n_rows, -1))
             if kept.attention:
                 self.transfers.write(kept.attention[index], slice(None), outputs[-1])
-                self.transfers.write(kept.lse[index], slice(None), lse_HT)
-                self._in_flight.append(lse_HT)
+                self.transfers.write(kept.lse[index], slice(None), lse_HQ)
+                self._in_flight.append(lse_HQ)
         return outputs
 
     def _ring_tile(self, index: int, span: slice) -> Tensor:
@@ -165,7 +174,7 @@ class Workspace:
         return self._mid_ring[index % len(self._mid_ring)][: span.stop - span.start]
 
     def _wait_all(self, kept: LayerActivations) -> None:
-        """After this, what is kept has left the device and its sources may be reused."""
-        for item in (*kept.attention, *kept.lse, kept.qkv, kept.mid):
+        """After this, attention's results and q|k|v have left the device and their buffers may be reused."""
+        for item in (*kept.attention, *kept.lse, kept.qkv):
             self.transfers.wait_written(item)
         self._in_flight.clear()

@@ -11,11 +11,14 @@ import pytest
 import torch
 from engine_models import ARCHITECTURES, LINEARS, tiny_config, tiny_model
 
+from engine.block_attention import block_backends
 from engine.choose import choose_plan, longest_branch
-from engine.layers import LongContextScorer, _BranchWalk
+from engine.layers import LongContextScorer
 from engine.memory import GIB, Setup, dimensions, predict, trained_parameters
 from engine.offload import HostPool
 from engine.plan import POLICIES, LayerPlan, MemoryPlan, kept_shapes, uniform_plan
+from engine.segments import one_row
+from engine.walk import Sequence, Walk
 from schemas.errors import UserError
 from tasks.plan import SHAPES
 
@@ -45,13 +48,16 @@ def plan_of(text: dict) -> MemoryPlan:
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def walked(architecture: str, policy: str) -> tuple[_BranchWalk, MemoryPlan]:
-    """A forward with gradients, and what it holds for its backward."""
+def walked(architecture: str, policy: str, before: list[int]) -> tuple[Walk, MemoryPlan]:
+    """A forward with gradients over 23 tokens, scored after rows `before`, and what it holds for its backward."""
     plan = uniform_plan(policy, 3, tile_tokens=7, head_groups=2)  # type: ignore[arg-type]
     scorer, model = LongContextScorer(lambda _: plan), tiny_model(architecture)
     ids_T = torch.randint(0, 89, (23,), generator=torch.Generator().manual_seed(1))
     backend = scorer.choose_backend(model, 23, torch.device("cpu"))
-    walk = _BranchWalk(model, ids_T, torch.tensor([3, 22]), plan, backend, HostPool(torch.device("cpu")), 4)
+    before_P = torch.tensor(before)
+    sequence = Sequence(ids_T, one_row(23), before_P, ids_T[before_P + 1])
+    pool = HostPool(torch.device("cpu"))
+    walk = Walk(model, sequence, plan, block_backends(backend), pool, chunk_positions=4, gap_tokens=2)
     with torch.no_grad():
         walk.forward()
     return walk, plan
@@ -59,8 +65,12 @@ def walked(architecture: str, policy: str) -> tuple[_BranchWalk, MemoryPlan]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_bytes_kept_equal_the_ledger_exactly(architecture: str, policy: str) -> None:
-    walk, plan = walked(architecture, policy)
+@pytest.mark.parametrize(("before", "n_last_rows"), [(list(range(0, 22, 2)), None), ([2, 5, 18, 21], 8)])
+def test_bytes_kept_equal_the_ledger_exactly(
+    architecture: str, policy: str, before: list[int], n_last_rows: int | None
+) -> None:
+    """Rows 0-20 are more than half, so the last layer computes all; windows 2-5 and 18-21 are 8 of 23."""
+    walk, plan = walked(architecture, policy, before)
     config = tiny_config(architecture).to_dict()
     kept = [
         item
@@ -68,9 +78,12 @@ def test_bytes_kept_equal_the_ledger_exactly(architecture: str, policy: str) -> 
         for item in (layer.input, layer.mid, layer.qkv, layer.gate_up, *layer.attention, *layer.lse)
         if item is not None
     ] + walk.scratch_inputs
-    shapes = kept_shapes(dimensions(config, TINY), plan, 23)
+    shapes = kept_shapes(dimensions(config, TINY), plan, 23, n_last_rows)
     assert sum(item.data_TW.nbytes for item in kept) == sum(shape.n_bytes for shape in shapes)
     assert len(kept) == len(shapes)
+    setup = TINY.model_copy(update={"n_last_rows": n_last_rows})
+    rows = [row for row in predict(config, 23, plan, setup).rows if row.moment == "kept"]
+    assert sum(row.device_bytes for row in rows) == sum(s.n_bytes for s in shapes if s.place == "device")
 
 
 def test_autograd_keeps_nothing_of_a_branch() -> None:

@@ -1,14 +1,15 @@
-"""One decoder layer, forward and backward written out, tile by tile.
+"""Backward of one decoder layer, written out tile by tile.
 
-Shapes: T tokens, N tokens of a tile, D hidden size, W packed width of q|k|v, F MLP size, G groups of heads,
-S heads of a group (query, key, value), E head size, X extra (LoRA) columns, suffix X also for "bordered by them".
+Shapes: T tokens, Q query rows, N rows of a tile, D hidden size, W packed width of q|k|v, C features of a group's
+attention output, F MLP size, H query heads of a group, X extra (LoRA) columns; suffix X also for "bordered by them".
 
-Forward keeps what the plan says. Backward turns the gradient of a layer's output, in place, into that of its input:
+Backward turns the gradient of a layer's output, in place, into that of its input:
   1. MLP, by tiles: gate and up again (unless kept), then down, SwiGLU, gate/up and norm backward;
   2. attention, by groups of heads: gradient of the group's output from o_proj, attention backward, RoPE and head-norm
      backward written over the raw q, k, v;
   3. q, k, v projections and norm, by tiles.
-The residual connections are the additions into that one gradient.
+The residual connections are the additions into that one gradient. In the last layer 1 and 2 have the Q rows that scored
+positions need, and 3 has all T; in all others Q = T.
 """
 
 from __future__ import annotations
@@ -16,43 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine import kernels
+from engine import block_attention, kernels
 from engine.kernels import GroupColumns
 from engine.linears import AdapterGradients
 from engine.offload import Kept, Staging, TileReader
 from engine.plan import FIELDS
-from engine.workspace import MID_RING, LayerActivations, Workspace
-
-
-class LayerForward(Workspace):
-    """Forward of one layer at a time."""
-
-    def forward(self, hidden_TD: Tensor, kept: LayerActivations | None, next_input: Kept | None) -> None:
-        """Overwrite a layer's input by its output. `load` the layer first; kept=None keeps nothing."""
-        kept = kept or LayerActivations()
-        for span in self.spans:
-            self._project_qkv(hidden_TD[span], span)
-            if kept.qkv is not None:
-                self.transfers.write(kept.qkv, span, self._qkv_TW[span])
-        outputs = self._attend(kept)
-        self.transfers.wait_written(kept.input)
-        for index, span in enumerate(self.spans):
-            mid_ND = self._ring_tile(index, span)
-            self._mid(hidden_TD[span], [out[span] for out in outputs], mid_ND)
-            if kept.mid is not None:
-                self._ring_events[index % MID_RING] = self.transfers.write(kept.mid, span, mid_ND)
-            self._mlp(mid_ND, hidden_TD[span], kept.gate_up, span)
-            if next_input is not None:
-                self.transfers.write(next_input, span, hidden_TD[span])
-        if self._gate_up_TX is not None and kept.gate_up is not None and self.transfers.is_remote(kept.gate_up):
-            # Only now: it then travels beside the next layer's attention, and no tile queues behind it.
-            for span in self.spans:
-                self._gate_up_written = self.transfers.write(kept.gate_up, span, self._gate_up_TX[span], bulk=True)
-        self._wait_all(kept)
-
-    def finish(self) -> None:
-        """All copies to the host are done before the workspace may be freed."""
-        self.transfers.wait(self._gate_up_written)
+from engine.segments import Queries
+from engine.workspace import MID_RING, LayerActivations, Workspace, tiles
 
 
 class LayerBackward(Workspace):
@@ -89,10 +60,10 @@ class LayerBackward(Workspace):
             self._mlp(mid_ND, mid_ND, None, span)
             self._ring_events[index % MID_RING] = self.transfers.write(output, span, mid_ND)
 
-    def restore_attention(self, source: Kept, kept: LayerActivations) -> None:
+    def restore_attention(self, source: Kept, kept: LayerActivations, queries: Queries) -> None:
         """Attention outputs again from the layer's input; leaves the packed q|k|v filled."""
         self._fill_qkv(source)
-        outputs = self._attend(kept)  # alive until their copies are done
+        outputs = self._attend(kept, queries)  # alive until their copies are done
         self._wait_all(kept)
         del outputs
 
@@ -100,18 +71,34 @@ class LayerBackward(Workspace):
         for span, (x_ND,) in TileReader(self._inputs, [source], self.spans):
             self._project_qkv(x_ND, span)
 
-    def _mlp_reader(self, source: Kept, kept: LayerActivations) -> TileReader:
-        first = [kept.mid] if kept.mid is not None else [source, *kept.attention]
+    def _mlp_reader(self, source: Kept, kept: LayerActivations, queries: Queries | None = None) -> TileReader:
+        if kept.mid is not None:
+            first = [kept.mid]
+        else:
+            windows = queries.windows if queries is not None else None
+            first = [source if windows is None else self._rows_of(source, windows), *kept.attention]
         if kept.gate_up is not None and not self.transfers.is_remote(kept.gate_up):
             first.append(kept.gate_up)
-        return TileReader(self._first, first, self.spans)
+        spans = self.spans if queries is None else tiles(queries.n_rows, self.plan.tile_tokens)
+        return TileReader(self._first, first, spans)
+
+    def _rows_of(self, source: Kept, windows: tuple[tuple[int, int], ...]) -> Kept:
+        """The windows' rows of a kept activation, on the device."""
+        rows_QD = self._empty(sum(stop - start for start, stop in windows), source.data_TW.shape[1])
+        event, row, free = None, 0, self.transfers.mark()
+        for start, stop in windows:
+            target = rows_QD[row : row + stop - start]
+            event = self.transfers.load(source, slice(start, stop), target, free)
+            row += stop - start
+        self.transfers.wait(event)
+        return Kept(rows_QD)
 
     def _fetch_gate_up(self, kept: LayerActivations) -> None:
         if kept.gate_up is None or self._gate_up_TX is None or not self.transfers.is_remote(kept.gate_up):
             return
-        free = self.transfers.mark()
+        free, spans = self.transfers.mark(), tiles(kept.gate_up.data_TW.shape[0], self.plan.tile_tokens)
         self._fetched, self._gate_up_events = kept.gate_up, [
-            self.transfers.load(kept.gate_up, span, self._gate_up_TX[span], free, bulk=True) for span in self.spans
+            self.transfers.load(kept.gate_up, span, self._gate_up_TX[span], free, bulk=True) for span in spans
         ]  # fmt: skip
 
     def _look_ahead(self, below: tuple[Kept | None, LayerActivations]) -> None:
@@ -122,14 +109,16 @@ class LayerBackward(Workspace):
 
     def backward(
         self,
-        grad_TX: Tensor,
+        grad_QX: Tensor,
         source: Kept,
         kept: LayerActivations,
         below: tuple[Kept | None, LayerActivations] | None,
+        queries: Queries,
         *,
         qkv_filled: bool,
-    ) -> dict[int, Tensor]:
-        """Turn d(loss)/d(output), the first D columns of grad_TX, into d(loss)/d(input); LoRA gradients by id.
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """d(loss)/d(input) [T, X] from d(loss)/d(output), the first D columns of grad_QX, written over that where
+        Q = T; and the LoRA gradients by id.
 
         `source` is the layer's input and `below` the same pair of the next layer to come, whose first tiles travel
         while this one computes. `qkv_filled`: `restore_attention` ran for this layer just now.
@@ -142,24 +131,30 @@ class LayerBackward(Workspace):
         if kept.gate_up is not None and self._fetched is not kept.gate_up:
             self._fetch_gate_up(kept)
         upcoming, self._upcoming = self._upcoming, None
-        reader = upcoming[1] if upcoming is not None and upcoming[0] is kept else self._mlp_reader(source, kept)
+        if upcoming is not None and upcoming[0] is kept:
+            reader = upcoming[1]
+        else:
+            reader = self._mlp_reader(source, kept, queries)
         first_output: list[tuple[Tensor, torch.cuda.Event | None]] = []
-        for index, (span, tiles) in enumerate(reader):
+        n_tiles = len(tiles(queries.n_rows, self.plan.tile_tokens))
+        qkv_spans = [self.spans[index::n_tiles] for index in range(n_tiles)]
+        for index, (span, inputs) in enumerate(reader):
             if fetch_qkv and kept.qkv is not None:
-                events.append(self.transfers.load(kept.qkv, span, packed_TW[span], self._free))
+                for part in qkv_spans[index]:
+                    events.append(self.transfers.load(kept.qkv, part, packed_TW[part], self._free))
             gate_up_NX = None
             if self.transfers.is_remote(kept.gate_up) and self._gate_up_TX is not None:
                 self.transfers.wait(self._gate_up_events[index])
                 gate_up_NX = self._gate_up_TX[span]
             elif kept.gate_up is not None:
-                gate_up_NX = tiles.pop()
-            mid_ND = tiles[0]
+                gate_up_NX = inputs.pop()
+            mid_ND = inputs[0]
             if kept.mid is None:
                 mid_ND = self._mid_ring[0][: span.stop - span.start]
-                self._mid(tiles[0], tiles[1:], mid_ND)
-            if index + 1 == len(self.spans):  # not earlier: it is large, and tiles would queue behind it
-                first_output = self._group_output(kept, 0)
-            self._mlp_backward(grad_TX[span], mid_ND, gate_up_NX, sums[2], sums[3])
+                self._mid(inputs[0], inputs[1:], mid_ND)
+            if index == max(0, n_tiles - 2):  # early, but on the bulk stream: tiles would queue behind it
+                first_output = self._group_output(kept, 0, bulk=True)
+            self._mlp_backward(grad_QX[span], mid_ND, gate_up_NX, sums[2], sums[3])
         if below is not None:
             self._fetch_gate_up(below[1])
         if kept.qkv is None and not qkv_filled:
@@ -167,13 +162,22 @@ class LayerBackward(Workspace):
         for event in events:
             self.transfers.wait(event)
         input_reader = TileReader(self._inputs, [source], self.spans)
-        self._attention_backward(grad_TX, packed_TW, kept, first_output, sums[1])
+        self._attention_backward(grad_QX, packed_TW, kept, first_output, sums[1], queries)
+        grad_TX = grad_QX if queries.windows is None else self._spread(grad_QX, queries.windows)
         if below is not None:
             self._look_ahead(below)
         for span, (x_ND,) in input_reader:
             self._qkv_backward(grad_TX[span], packed_TW[span], x_ND, sums[0])
         self._free = self.transfers.mark()
-        return {key: grad for total in sums for key, grad in total.finish().items()}
+        return grad_TX, {key: grad for total in sums for key, grad in total.finish().items()}
+
+    def _spread(self, grad_QX: Tensor, windows: tuple[tuple[int, int], ...]) -> Tensor:
+        """The windows' rows at their places among those of all tokens."""
+        grad_TX, row = grad_QX.new_zeros(self.n_tokens, grad_QX.shape[1]), 0
+        for start, stop in windows:
+            grad_TX[start:stop] = grad_QX[row : row + stop - start]
+            row += stop - start
+        return grad_TX
 
     def _mlp_backward(
         self,
@@ -204,55 +208,59 @@ class LayerBackward(Workspace):
         self.gate_up.input_grad(gate_up_NX, grad_normed_ND)
         kernels.rms_norm_backward_add(grad_normed_ND, mid_ND, norm.weight, self.eps, grad_NX[:, :size])
 
-    def _group_output(self, kept: LayerActivations, index: int) -> list[tuple[Tensor, torch.cuda.Event | None]]:
-        """A group's attention output [T, C] and log-sum-exp, on the device once their events have passed."""
+    def _group_output(
+        self, kept: LayerActivations, index: int, *, bulk: bool = False
+    ) -> list[tuple[Tensor, torch.cuda.Event | None]]:
+        """A group's attention output [Q, C] and log-sum-exp, on the device once their events have passed."""
         fetched = []
         for item, staging in ((kept.attention[index], self._outputs), (kept.lse[index], self._lse)):
             if not self.transfers.is_remote(item):
                 fetched.append((item.data_TW, None))
                 continue
             slot = index % len(staging.buffers)
-            local = staging.buffers[slot].view(item.data_TW.shape)
-            fetched.append((local, self.transfers.load(item, slice(None), local, staging.free[slot])))
+            local = staging.buffers[slot][: item.data_TW.numel()].view(item.data_TW.shape)
+            fetched.append((local, self.transfers.load(item, slice(None), local, staging.free[slot], bulk=bulk)))
         return fetched
 
     def _attention_backward(
         self,
-        grad_TX: Tensor,
+        grad_QX: Tensor,
         packed_TW: Tensor,
         kept: LayerActivations,
         first_output: list[tuple[Tensor, torch.cuda.Event | None]],
         sums: AdapterGradients,
+        queries: Queries,
     ) -> None:
-        bordered_TX = grad_TX[:, : self.out.n_out + self.out.extra]
-        self.out.border_grad(bordered_TX)
+        bordered_QX = grad_QX[:, : self.out.n_out + self.out.extra]
+        self.out.border_grad(bordered_QX)
         upcoming = first_output
         for index, columns in enumerate(self.groups):
             current = upcoming
             upcoming = self._group_output(kept, index + 1) if index + 1 < len(self.groups) else []
             for _, event in current:
                 self.transfers.wait(event)
-            self._group_backward(bordered_TX, packed_TW, columns, current[0][0], current[1][0], sums)
+            self._group_backward(bordered_QX, packed_TW, columns, current[0][0], current[1][0], sums, queries)
             self._outputs.release(index)
             self._lse.release(index)
 
     def _group_backward(
         self,
-        bordered_TX: Tensor,
+        bordered_QX: Tensor,
         packed_TW: Tensor,
         columns: GroupColumns,
-        output_TC: Tensor,
-        lse_HT: Tensor,
+        output_QC: Tensor,
+        lse_HQ: Tensor,
         sums: AdapterGradients,
+        queries: Queries,
     ) -> None:
         out, split = self.out, (columns.query_heads, self.head_size)
-        features = slice(columns.query_column, columns.query_column + output_TC.shape[1])
-        sums.add(bordered_TX, output_TC, out.input_border(output_TC, features), features)
-        grad_output_TC = self._empty(*output_TC.shape)
-        out.input_grad(bordered_TX, grad_output_TC, features)
-        grads = self.backend.backward(
-            grad_output_TC.unflatten(1, split), *self._group_qkv(packed_TW, columns),
-            output_TC.unflatten(1, split), lse_HT, self.scale,
+        features = slice(columns.query_column, columns.query_column + output_QC.shape[1])
+        sums.add(bordered_QX, output_QC, out.input_border(output_QC, features), features)
+        grad_output_QC = self._empty(*output_QC.shape)
+        out.input_grad(bordered_QX, grad_output_QC, features)
+        grads = block_attention.backward(
+            self.backends, queries, grad_output_QC.unflatten(1, split), *self._group_qkv(packed_TW, columns),
+            output_QC.unflatten(1, split), lse_HQ, self.scale,
         )  # fmt: skip
         kernels.norm_rope_backward(packed_TW, columns, self._norms(), self.eps, self.cos_TJ, self.sin_TJ, grads)
 

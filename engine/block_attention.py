@@ -1,0 +1,110 @@
+"""Attention over blocks of queries and keys, merged exactly; one causal block goes to the backend as it is.
+
+Shapes: T tokens, Q query rows (T, or those of some windows), N rows of one block, M keys of one block, H query heads,
+K key-value heads, E head size.
+
+A query's output over several key blocks is the sum of each block's output, weighted by exp(its log-sum-exp minus that
+of all blocks together) (Dao et al. 2022, section 3.1). Backward needs no merging: a flash backward makes the weights
+exp(score - lse) and rowsum(out * grad_out) from the lse and out that it is given, so with those of all blocks together
+each block yields its exact part of dq, dk and dv; the parts are summed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.attention import BACKENDS, AttentionBackend
+from engine.kernels import wide
+from engine.segments import KeyBlock, Queries
+
+LARGE_BLOCK = 2**26
+"""Query-key pairs from which on cuDNN's faster kernels are worth the graph it builds for each new shape."""
+
+
+class BlockBackends(NamedTuple):
+    """Backends for large and for small blocks."""
+
+    large: AttentionBackend
+    small: AttentionBackend
+
+    def of(self, n_queries: int, keys: KeyBlock) -> AttentionBackend:
+        return self.large if n_queries * (keys.stop - keys.start) >= LARGE_BLOCK else self.small
+
+
+def block_backends(chosen: AttentionBackend) -> BlockBackends:
+    """cuDNN compiles for every pair of lengths; blocks come in ever new ones, so small ones go to PyTorch's flash."""
+    return BlockBackends(chosen, BACKENDS["flash"] if chosen.name == "cudnn" else chosen)
+
+
+def _is_one_block(queries: Queries) -> bool:
+    return len(queries.blocks) == 1 and len(queries.blocks[0].keys) == 1 and queries.windows is None
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(out_NHE, lse_HN) over all keys, in float32 (float64), from those over parts of them."""
+    lse_PHN = torch.stack([lse_HN for _, lse_HN in parts])
+    lse_HN = lse_PHN.logsumexp(0)
+    weights_PNH1 = (lse_PHN - lse_HN).exp().transpose(1, 2)[..., None]
+    out_NHE = wide(parts[0][0]) * weights_PNH1[0]
+    for (part_NHE, _), weight_NH1 in zip(parts[1:], weights_PNH1[1:], strict=True):
+        out_NHE.addcmul_(wide(part_NHE), weight_NH1)
+    return out_NHE, lse_HN
+
+
+def forward(
+    backends: BlockBackends, queries: Queries, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out_QHE, lse_HQ) of the query rows."""
+    if _is_one_block(queries):
+        return backends.large.forward(q_THE, k_TKE, v_TKE, scale, True)
+    n_heads = q_THE.shape[1]
+    out_QHE = torch.empty(queries.n_rows, *q_THE.shape[1:], dtype=q_THE.dtype, device=q_THE.device)
+    lse_HQ = torch.empty(n_heads, queries.n_rows, dtype=wide(q_THE[:0]).dtype, device=q_THE.device)
+    for block in queries.blocks:
+        q_NHE, parts = q_THE[block.start : block.stop], []
+        for keys in block.keys:
+            span = slice(keys.start, keys.stop)
+            backend = backends.of(block.stop - block.start, keys)
+            parts.append(backend.forward(q_NHE, k_TKE[span], v_TKE[span], scale, keys.causal))
+        rows = slice(block.row, block.row + block.stop - block.start)
+        out_QHE[rows], lse_HQ[:, rows] = parts[0] if len(parts) == 1 else merge(parts)
+    return out_QHE, lse_HQ
+
+
+def backward(
+    backends: BlockBackends,
+    queries: Queries,
+    grad_out_QHE: Tensor,
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    out_QHE: Tensor,
+    lse_HQ: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(grad_q_THE, grad_k_TKE, grad_v_TKE); zero for tokens that are no query. dk and dv may be float32."""
+    if _is_one_block(queries):
+        return backends.large.backward(grad_out_QHE, q_THE, k_TKE, v_TKE, out_QHE, lse_HQ, scale, True)
+    grad_q_THE = torch.zeros(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
+    grad_k_TKE, grad_v_TKE = (
+        torch.zeros(x.shape, dtype=wide(x[:0]).dtype, device=x.device) for x in (k_TKE, v_TKE)
+    )  # fmt: skip
+    for block in queries.blocks:
+        rows = slice(block.row, block.row + block.stop - block.start)
+        out_NHE, lse_HN = out_QHE[rows], lse_HQ[:, rows].contiguous()
+        total_NHE: Tensor | None = None
+        for keys in block.keys:
+            span = slice(keys.start, keys.stop)
+            part_NHE, part_k_MKE, part_v_MKE = backends.of(block.stop - block.start, keys).backward(
+                grad_out_QHE[rows], q_THE[block.start : block.stop], k_TKE[span], v_TKE[span], out_NHE, lse_HN, scale,
+                keys.causal,
+            )  # fmt: skip
+            grad_k_TKE[span] += part_k_MKE
+            grad_v_TKE[span] += part_v_MKE
+            total_NHE = part_NHE if total_NHE is None else wide(total_NHE).add_(part_NHE)
+        assert total_NHE is not None
+        grad_q_THE[block.start : block.stop] = total_NHE
+    return grad_q_THE, grad_k_TKE, grad_v_TKE
