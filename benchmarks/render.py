@@ -15,14 +15,15 @@ memory     peak of anonymous memory, summed over all processes, for `--runs` and
 import argparse
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from itertools import cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -38,6 +39,8 @@ from tasks.jinja import RenderError
 from tasks.model import prepare_model
 from tasks.render import render
 from tasks.renderer import make_renderer, render_run
+
+PACKAGES = ("tokenizers", "datasets", "pyarrow")
 
 
 def one_core(table: Ref, model: Ref, repeat: int) -> dict[str, float]:
@@ -94,51 +97,41 @@ def _anonymous_bytes(process: psutil.Process) -> int:
 
 
 def _stage(table: Ref, model: Ref, root: str, num_proc: int, pipe: Any) -> None:
-    """Renders in a process of its own; sends wall and processor time and the peak of memory."""
-    own, workers, peak, ended = psutil.Process(), {}, 0, Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not ended.wait(0.05):
-            children = own.children(recursive=True)
-            peak = max(peak, sum(map(_anonymous_bytes, [own, *children])))
-            for child in children:
-                try:
-                    workers[child.pid] = sum(child.cpu_times()[:2])
-                except psutil.NoSuchProcess:
-                    continue
-
-    watcher = Thread(target=watch)
-    watcher.start()
-    wall, cpu = time.perf_counter(), sum(own.cpu_times()[:2])
+    """Renders in a process of its own, and sends wall and processor time."""
+    wall, cpu = time.perf_counter(), time.process_time()
     config = RenderConfig(num_proc=num_proc, max_tokens=1_000_000)
     done = render(table, model, config, SplitConfig(), Store(root), progress=lambda *_: None)
-    wall, cpu = time.perf_counter() - wall, sum(own.cpu_times()[:2]) - cpu
-    ended.set()
-    watcher.join()
-    pipe.send(
-        {
-            "wall_s": round(wall, 2),
-            "main_cpu_s": round(cpu, 2),
-            "worker_cpu_s": sorted(round(seconds, 2) for seconds in workers.values()),
-            "n_tokens": done.report.n_tokens,
-            "peak_anonymous_bytes": peak,
-            "load_average": round(os.getloadavg()[0], 1),
-        }
-    )
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    pipe.send({"wall_s": round(wall, 2), "main_cpu_s": round(cpu, 2), "n_tokens": done.report.n_tokens})
+
+
+def _watched(table: Ref, model: Ref, store: Store, num_proc: int) -> dict[str, Any]:
+    """One run of the whole stage, watched from this process: watching from within would take of its time."""
+    here, there = (context := get_context("spawn")).Pipe(duplex=False)
+    process = context.Process(target=_stage, args=(table, model, str(store.root), num_proc, there))
+    process.start()
+    there.close()
+    main, worker_cpu_s, peak = psutil.Process(process.pid), dict[int, float](), 0
+    while not here.poll(0.1):
+        children = main.children(recursive=True)
+        peak = max(peak, sum(map(_anonymous_bytes, [main, *children])))
+        for child in children:
+            try:
+                worker_cpu_s[child.pid] = sum(child.cpu_times()[:2])
+            except psutil.NoSuchProcess:
+                continue
+    result = here.recv()
+    process.join()
+    return result | {
+        "worker_cpu_s": sorted(round(seconds, 2) for seconds in worker_cpu_s.values()),
+        "peak_anonymous_bytes": peak,
+        "load_average": round(os.getloadavg()[0], 1),
+    }
 
 
 def stage(table: Ref, model: Ref, store: Store, num_proc: int, repeat: int = 1) -> dict[str, Any]:
     """The fastest of some runs of the whole stage."""
-    results = []
-    for _ in range(repeat):
-        here, there = (context := get_context("spawn")).Pipe(duplex=False)
-        process = context.Process(target=_stage, args=(table, model, str(store.root), num_proc, there))
-        process.start()
-        there.close()
-        results.append(here.recv())
-        process.join()
-    return min(results, key=lambda result: result["wall_s"])
+    return min((_watched(table, model, store, num_proc) for _ in range(repeat)), key=lambda result: result["wall_s"])
 
 
 def main() -> None:
@@ -157,6 +150,8 @@ def main() -> None:
         single = stage(once, model, store, 1, arguments.repeat)
         several = stage(once, model, store, arguments.num_proc, arguments.repeat)
         result = {
+            "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+            "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
             "paths": [Path(path).name for path in arguments.paths],
             "one_core": one_core(given, model, arguments.repeat),
             "scaling": {
