@@ -171,7 +171,9 @@ def measured_peaks(n_tokens: int = 32768) -> dict[str, float]:
             lambda backend=backend: backend.forward(q, k, v, 128**-0.5, True), forward_operations, 3
         )
         result[f"{name}_backward"] = rate(
-            lambda backend=backend, out=out, lse=lse, grad=grad: backend.backward(grad, q, k, v, out, lse, 128**-0.5, True),
+            lambda backend=backend, out=out, lse=lse, grad=grad: backend.backward(
+                grad, q, k, v, out, lse, 128**-0.5, True
+            ),
             2.5 * forward_operations, 3,
         )  # fmt: skip
     return {key: round(value, 1) for key, value in result.items()}
