@@ -14,21 +14,17 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from artifacts.store import Store, payload_digest, write_atomically
-from artifacts.tables import write_table
+from artifacts.store import Store, write_atomically
+from benchmarks.made_up import Lengths, log_uniform, ref_of, write_pairs
 from engine.loading import load_base, new_adapter, save_adapter
 from schemas.config import LoraConfig, ModelConfig, OptimizerConfig, SimpoConfig
-from schemas.refs import Kind, Ref
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
-from schemas.tables import BRANCHES, PAIRS, SPAN_KINDS
 from tasks.launch import launch
 from tasks.model import prepare_model
 
-SCORED_SHARE = 0.1
 DEALINGS: dict[str, dict[str, Any]] = {
     "in order": {"plan": "parallel", "balanced": False},
     "split, balanced": {"plan": "parallel", "balanced": True},
@@ -36,61 +32,17 @@ DEALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def ref_of(path: Path, kind: Kind) -> Ref:
-    sha256, n_bytes = payload_digest(path)
-    return Ref(kind=kind, path=str(path), sha256=sha256, n_bytes=n_bytes)
-
-
-def branch(name: str, task: str, n_tokens: int, vocab_size: int, draw: np.random.Generator) -> dict[str, Any]:
-    """Random tokens; the last of every ten are scored, in spans of 50."""
-    length = 50
-    starts = range(length, n_tokens - length, int(length / SCORED_SHARE))
-    action = SPAN_KINDS.index("action")
-    spans = [{"start": s, "end": s + length, "kind": action, "message": i, "weight": 1.0} for i, s in enumerate(starts)]
-    return {
-        "branch_id": name,
-        "trajectory_id": name,
-        "task_id": task,
-        "split": "train",
-        "outcome": "resolved",
-        "score": 1.0,
-        "token_ids": draw.integers(0, vocab_size, n_tokens).tolist(),
-        "spans": spans,
-        "n_tokens": n_tokens,
-        "n_scored": length * len(spans),
-        "has_reasoning": False,
-        "opening_sha256": "0" * 64,
-    }
-
-
-def make_spec(folder: Path, n_pairs: int, shortest: int, longest: int, model_config: ModelConfig) -> TrainSpec:
-    """Pairs whose lengths are drawn log-uniformly between the two."""
+def make_spec(folder: Path, lengths: Lengths, model_config: ModelConfig) -> TrainSpec:
     model = prepare_model(model_config, Store(folder / "store")).model
     vocab_size = json.loads((Path(model.path) / "config.json").read_text())["vocab_size"]
-    draw, branches, pairs = np.random.default_rng(0), list[dict[str, Any]](), list[dict[str, Any]]()
-    for index in range(n_pairs):
-        lengths = np.exp(draw.uniform(np.log(shortest), np.log(longest), 2)).astype(int).tolist()
-        sides = [
-            branch(f"{side}-{index}", f"task-{index}", n, vocab_size, draw)
-            for side, n in zip("cr", lengths, strict=True)
-        ]
-        branches += sides
-        counts = {
-            f"{side}_{name}": row[name]
-            for side, row in zip(("chosen", "rejected"), sides, strict=True)
-            for name in ("branch_id", "n_tokens", "n_scored")
-        }
-        names = {"pair_id": f"pair-{index}", "rule": "outcome", "task_id": f"task-{index}", "split": "train"}
-        pairs.append(names | counts | {"n_shared_prefix": 0, "weight": 1.0})
-    write_table(folder / "branches.arrow", BRANCHES, branches)
-    write_table(folder / "pairs.arrow", PAIRS, pairs)
-    base = load_base(model, model_config, torch.device("cpu"), longest)
+    branches, pairs = write_pairs(folder, lengths, vocab_size)
+    base = load_base(model, model_config, torch.device("cpu"), 0)
     adapter = new_adapter(base, LoraConfig(), 0)
     save_adapter(adapter, folder / "start", base_name=model_config.name, model_sha256=model.sha256, stage="sft")
     return TrainSpec(
         stage="simpo",
-        branches=(ref_of(folder / "branches.arrow", "branches"),),
-        pairs=ref_of(folder / "pairs.arrow", "pairs"),
+        branches=(branches,),
+        pairs=pairs,
         model=model,
         base=model_config,
         adapters={"start": ref_of(folder / "start", "adapter")},
@@ -126,8 +78,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny-qwen3")
     options = parser.parse_args()
     options.folder.mkdir(parents=True)
-    shortest, longest = options.tokens
-    spec = make_spec(options.folder, options.pairs, shortest, longest, ModelConfig(name=options.model))
+    spec = make_spec(options.folder, log_uniform(options.pairs, *options.tokens), ModelConfig(name=options.model))
     result = {
         "pairs": options.pairs,
         "pairs_per_step": options.accumulation,

@@ -33,7 +33,7 @@ from engine.memory import ALL_LINEARS
 from engine.scores import chunked_logprobs, split_head
 
 
-def write_random_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+def write_random_checkpoint(folder: Path, config: dict[str, Any], device: str = "cuda") -> None:
     """bfloat16 weights, and the smallest tokenizer that loads."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -41,7 +41,7 @@ def write_random_checkpoint(folder: Path, config: dict[str, Any]) -> None:
 
     torch.manual_seed(0)
     kind: Any = AutoConfig
-    with torch.device("cuda"):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(kind.for_model(**config), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     words = {word: index for index, word in enumerate(["<|endoftext|>", "<|im_end|>", "<|vision_pad|>", "<unk>", "a"])}

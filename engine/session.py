@@ -58,6 +58,9 @@ class Meter:
         if last is not None:
             self.tokens_seen, self.tokens_scored = int(last["tokens_seen"]), int(last["tokens_scored"])
             self.train_s = float(last["train_s"])
+
+    def start(self) -> None:
+        """The first step begins now: what came before is none of its time."""
         self.step_started_s = time.monotonic()
 
     def count(self, n_tokens: int, n_scored: int, operations: float) -> None:
