@@ -5,20 +5,29 @@ Imports no torch. Sizes are those of the model's config.json; memory is the ledg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from engine.choose import SIZES, choose_plan
+from engine.choose import SIZES, choose_plan, longest_branch
+from engine.host_memory import HostLimit, tightest
 from engine.memory import GIB, BaseFormat, Ledger, Optimiser, Setup, predict
 from engine.plan import MemoryPlan, uniform_plan
 from schemas.config import ModelConfig, OptimizerConfig
 from schemas.errors import UserError
 
 EngineName = Literal["plain", "long_context"]
+Side = Literal["device", "host"]
 
 LONG_CONTEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 LONG_TOKENS = 8_192
 """On a GPU, `auto` takes the long-context engine as soon as one branch of the stage is longer than this."""
+
+
+HOST_SHARE = 0.9
+"""Of the host memory that is free: what all ranks together may pin."""
+
+MISSED_SHARE = 0.05
+"""Of the device memory allowed: what to plan without, at least, where the ledger's plan did not fit."""
 
 
 class Budget(NamedTuple):
@@ -26,6 +35,45 @@ class Budget(NamedTuple):
 
     device_bytes: int
     host_bytes: int
+
+
+class Stand(NamedTuple):
+    """How memory stood on the side where it ran out. On the host, only `obtainable_bytes` is known."""
+
+    side: Side
+    obtainable_bytes: int  # what this process holds there and could still get
+    peak_bytes: int = 0  # most that this process held
+    idle_bytes: int = 0  # held by the allocator in pieces too small for what was asked
+    world_size: int = 1
+
+
+class StagePlan(NamedTuple):
+    """What a stage had planned: enough to plan again with less. Without setup and budget nothing was planned."""
+
+    engine: EngineName
+    longest_tokens: int
+    ledger: Ledger | None = None
+    config: Mapping[str, Any] = {}
+    setup: Setup | None = None
+    budget: Budget | None = None
+
+
+def host_budget(asked_gib: float | None, limits: Sequence[HostLimit]) -> int:
+    """Host bytes that the processes of a stage may pin together. `limits`: the machine's, then its control groups'.
+
+    Raises:
+        UserError: more is asked for than a control group leaves.
+    """
+    if asked_gib is None:
+        return int(HOST_SHARE * tightest(limits).available_bytes)
+    for limit in limits[1:]:
+        if asked_gib * GIB > limit.available_bytes:
+            raise UserError(
+                f"{asked_gib:g} GiB of host memory are asked for, {limit.by} leaves {limit.available_bytes / GIB:.1f}",
+                where="model.host_gib",
+                fix="lower it, or raise that limit",
+            )
+    return int(asked_gib * GIB)
 
 
 def choose_engine(base: ModelConfig, model_type: str, longest_tokens: int, *, on_gpu: bool) -> tuple[EngineName, str]:
@@ -116,3 +164,57 @@ def scoring_plan(config: Mapping[str, Any], n_tokens: int, setup: Setup, budget:
         where="evaluate",
         fix="lower render.max_tokens",
     )
+
+
+def advice(stand: Stand, plan: StagePlan) -> list[str]:
+    """What to change after memory ran out, the gentlest first; lengths and sizes are of a plan with what was there."""
+    if plan.engine == "plain":
+        return _advice_on_plain(plan)
+    if plan.setup is None or plan.budget is None:
+        return ["lower render.max_tokens"]
+    found, left = (_left_on_device if stand.side == "device" else _left_on_host)(stand, plan, plan.budget)
+    longest = longest_branch(plan.config, plan.setup, device_bytes=left.device_bytes, host_bytes=left.host_bytes)
+    if longest >= plan.longest_tokens:
+        name, value = ("gpu_gib", left.device_bytes) if stand.side == "device" else ("host_gib", left.host_bytes)
+        for_all = value * (stand.world_size if stand.side == "host" else 1)
+        found.append(f"set model.{name} = {for_all / GIB:.1f}: the policy then keeps less and computes more again")
+    else:
+        found.append(f"set render.max_tokens = {longest}, the longest branch that fits what was there")
+    return found
+
+
+def _advice_on_plain(plan: StagePlan) -> list[str]:
+    other = 'set model.engine = "long_context"'
+    if plan.setup is not None and plan.budget is not None:
+        device_bytes, host_bytes = plan.budget
+        longest = longest_branch(plan.config, plan.setup, device_bytes=device_bytes, host_bytes=host_bytes)
+        other += f", which holds branches of up to {longest:,} tokens here"
+    return [other, "lower tokens_per_micro_batch", "lower render.max_tokens"]
+
+
+def _left_on_device(stand: Stand, plan: StagePlan, budget: Budget) -> tuple[list[str], Budget]:
+    """Advice that is about the device alone, and the budget to plan with instead."""
+    found, allowed_bytes = [], budget.device_bytes
+    lost_bytes = allowed_bytes - stand.obtainable_bytes
+    if lost_bytes > MISSED_SHARE * allowed_bytes:
+        found.append(f"free the {lost_bytes / GIB:.1f} GiB of the device that others have taken since the start")
+        return found, budget._replace(device_bytes=stand.obtainable_bytes)
+    if stand.idle_bytes > MISSED_SHARE * allowed_bytes:
+        found.append(
+            f"set PYTORCH_ALLOC_CONF=expandable_segments:True (as `traceforge` does where it is not set): "
+            f"{stand.idle_bytes / GIB:.1f} GiB lay idle in pieces"
+        )
+    predicted_bytes = plan.ledger.peak_device_bytes if plan.ledger else allowed_bytes
+    missed_bytes = max(stand.peak_bytes - predicted_bytes, int(MISSED_SHARE * allowed_bytes))
+    return found, budget._replace(device_bytes=allowed_bytes - missed_bytes)
+
+
+def _left_on_host(stand: Stand, plan: StagePlan, budget: Budget) -> tuple[list[str], Budget]:
+    own_bytes = min(budget.host_bytes, int(HOST_SHARE * stand.obtainable_bytes / stand.world_size))
+    found = []
+    wanted_bytes = (plan.ledger.host_bytes if plan.ledger else 0) - own_bytes
+    if wanted_bytes > 0:
+        found.append(f"give the host {wanted_bytes * stand.world_size / GIB:.1f} GiB more memory")
+    if stand.world_size > 1:
+        found.append('set simpo.plan = "sequential": one process then has all of the host memory')
+    return found, budget._replace(host_bytes=own_bytes)

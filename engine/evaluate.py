@@ -22,7 +22,8 @@ from peft import PeftModel
 from engine.collectives import Group, join
 from engine.data import BranchTable, Pair, collate, length_bucketed, read_pairs, to_device
 from engine.loading import check_origin, load_base
-from engine.scorers import memory_advice, open_engine
+from engine.out_of_memory import memory_advice
+from engine.scorers import open_engine
 from engine.scores import Scorer
 from schemas.config import EvaluateConfig
 from schemas.reports import BucketScore, EvalReport, ModelScore
@@ -161,13 +162,14 @@ def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scor
     engine = model = None
     if names:
         engine = open_engine(spec, branches, names, group, optimizer=None, accumulating=False)
-        model = _load_all(spec, engine.longest_tokens, group)
+        with memory_advice(engine, group):
+            model = _load_all(spec, engine.longest_tokens, group)
     join(group)
     found: list[ModelScore] = []
     for name in ("base", *spec.adapters):
         scores: dict[str, BranchScore] = {}
         if model is not None and engine is not None:
-            with _selected(model, name), memory_advice(engine, group.device):
+            with _selected(model, name), memory_advice(engine, group):
                 budget = config.tokens_per_micro_batch
                 scores = score_branches(model, branches, names, budget, group, scorer or engine.scorer)
         result = model_score(cast("ModelName", name), scores, resolved, pairs, config)

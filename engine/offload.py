@@ -95,9 +95,7 @@ def pin(buffer: Tensor, runtime: Any) -> None:
     if int(status) == 0:
         return
     limit_bytes = locked_limit_bytes()
-    locked = (
-        "" if limit_bytes is None else f"; the limit of locked memory (ulimit -l) is {limit_bytes / 2**20:,.0f} MiB"
-    )
+    locked = "" if limit_bytes is None else f"; ulimit -l allows {limit_bytes / 2**20:,.0f} MiB to be locked"
     raise HostMemoryError(
         f"the host refused to pin {buffer.numel() / 2**30:.1f} GiB ({runtime.cudaGetErrorString(status)}){locked}"
     )

@@ -22,10 +22,11 @@ from engine.data import BranchTable, Pair, read_pairs
 from engine.deal import describe
 from engine.health import EarlyStop, check_trackers, tracker_callbacks
 from engine.loading import load_adapter, load_base, save_adapter
+from engine.out_of_memory import memory_advice
 from engine.preference_trainer import Pairs, PreferenceTrainer
 from engine.reference_scores import reference_scores
 from engine.schedule import training_windows
-from engine.scorers import Engine, memory_advice, open_engine
+from engine.scorers import Engine, open_engine
 from engine.scores import Scorer
 from engine.session import (
     Checkpoints,
@@ -126,8 +127,9 @@ def train(
         raise UserError("no pair is in the train split", where="simpo", fix="see the pair report for what was refused")
     names = sorted({name for pair in rows for name in (pair.chosen, pair.rejected)})
     engine = open_engine(spec, branches, names, group, optimizer=config.optimizer, accumulating=True)
-    with memory_advice(engine, group.device):
+    with memory_advice(engine, group) as watched:
         trainer = _load(spec, config, group, out, stop, engine, scorer or engine.scorer, branches, rows)
+        watched.trainer = trainer
         checkpoint = latest_checkpoint(out)
         if checkpoint is not None:
             trainer.meter.restore(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history)
@@ -154,6 +156,7 @@ def train(
                 f"plan {plan_text}\nengine {engine.name}: {engine.why}",
                 flush=True,
             )
+        trainer.meter.start()
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if stop.agreed:
             raise StageError(f"stopped on request after step {trainer.state.global_step}; a checkpoint was saved")

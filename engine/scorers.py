@@ -5,22 +5,25 @@ Every trainer takes a scorer (`engine.scores`) and does not care which; the repo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from engine.budget import (
+    LONG_CONTEXT_FAMILIES,
     Budget,
     EngineName,
+    StagePlan,
     choose_engine,
+    host_budget,
     memory_setup,
     scoring_plan,
     training_plan,
@@ -28,16 +31,13 @@ from engine.budget import (
 )
 from engine.collectives import Group
 from engine.data import BranchTable
+from engine.host_memory import host_limits
 from engine.layers import LongContextScorer
-from engine.memory import GIB, Ledger
+from engine.memory import GIB, Ledger, Setup
 from engine.plan import MemoryPlan
 from engine.scores import Scorer, token_logprobs
 from schemas.config import LoraConfig, ModelConfig, OptimizerConfig
-from schemas.errors import StageError
 from schemas.spec import TrainSpec
-
-HOST_SHARE = 0.9
-"""Of the host memory that is free: what all ranks together may pin."""
 
 PLANNED_LENGTHS = 32
 """Lengths, evenly spread over the stage's, that the host buffer is sized by. Shorter branches may keep more there."""
@@ -54,17 +54,28 @@ class Engine:
     ledger: Ledger | None = None
     """Of the longest branch; None where memory is not limited, and for the plain engine."""
     model_config: dict[str, Any] = field(default_factory=dict)
+    setup: Setup | None = None
+    budget: Budget | None = None
+    """Of this rank; None off the GPU."""
     host_bytes: int = 0
     """What the branch that keeps most on the host needs there."""
+
+    @property
+    def planned(self) -> StagePlan:
+        return StagePlan(self.name, self.longest_tokens, self.ledger, self.model_config, self.setup, self.budget)
 
     def pin_host(self, device: torch.device) -> None:
         """Pins the host buffer once, before step 1: growing it with every longer branch would pin it many times.
 
         Raises:
-            StageError: the host refuses.
+            HostMemoryError: the host refuses.
         """
-        if isinstance(self.scorer, LongContextScorer) and self.host_bytes:
-            self.scorer.reserve_host(self.host_bytes, device)
+        if not isinstance(self.scorer, LongContextScorer) or not self.host_bytes:
+            return
+        limit, started_s = host_limits()[0], time.monotonic()
+        print(f"host memory: {self.host_bytes / GIB:.1f} GiB to pin, {limit.available_bytes / GIB:.1f} are free")
+        self.scorer.reserve_host(self.host_bytes, device)
+        print(f"host memory: pinned in {time.monotonic() - started_s:.1f} s", flush=True)
 
     def settings(self, base: Any) -> dict[str, str]:
         """What was really in effect, for the report."""
@@ -76,21 +87,28 @@ class Engine:
         if self.ledger is not None:
             found["predicted_device_gib"] = f"{self.ledger.peak_device_bytes / GIB:.2f}"
             found["predicted_host_gib"] = f"{self.ledger.host_bytes / GIB:.2f}"
+        if self.host_bytes:
+            found["reserved_host_gib"] = f"{self.host_bytes / GIB:.2f}"
+        if torch.cuda.is_available():
+            found["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", "PyTorch's defaults")
         return found
 
 
 def measured_budget(base: ModelConfig, group: Group) -> Budget | None:
     """Free memory of this rank's GPU, less where the config says so, and its share of the host's. None on a CPU.
 
-    A configured host memory is taken at its word: a virtual machine may show only the part that was used so far.
+    A configured host memory is taken at its word against what the machine shows (a virtual machine may show only the
+    part that was used so far), but not against a control group, which ends a process that goes beyond it.
+
+    Raises:
+        UserError: the control group leaves less than `model.host_gib`.
     """
     if group.device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(group.device)
     if base.gpu_gib is not None:
         free_bytes = min(free_bytes, int(base.gpu_gib * GIB))
-    host_bytes = HOST_SHARE * psutil.virtual_memory().available if base.host_gib is None else base.host_gib * GIB
-    return Budget(free_bytes, int(host_bytes / group.world_size))
+    return Budget(free_bytes, host_budget(base.host_gib, host_limits()) // group.world_size)
 
 
 def hold_device(base: ModelConfig, device: torch.device) -> None:
@@ -137,11 +155,9 @@ def open_engine(
     config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
     model_type = str(config.get("model_type", "unknown"))
     name, why = choose_engine(spec.base, model_type, longest, on_gpu=group.device.type == "cuda")
-    if name == "plain":
-        return Engine(name, why, token_logprobs, longest, model_config=config)
     budget = budget or measured_budget(spec.base, group)
-    if budget is None:
-        scorer = LongContextScorer(lambda length: unlimited_plan(config, length))
+    if budget is None or model_type not in LONG_CONTEXT_FAMILIES:
+        scorer = LongContextScorer(lambda n: unlimited_plan(config, n)) if name == "long_context" else token_logprobs
         return Engine(name, why, scorer, longest, model_config=config)
     lora = _lora_of(spec)
     setup = memory_setup(
@@ -152,42 +168,19 @@ def open_engine(
         n_scored=max(n_scored[rows[name]] for name in names),
         accumulating=accumulating,
     )
+    if name == "plain":
+        return Engine(name, why, token_logprobs, longest, model_config=config, setup=setup, budget=budget)
     plan_and_ledger = scoring_plan if optimizer is None else training_plan
 
     @lru_cache
-    def plan_for(length: int) -> MemoryPlan:
-        return plan_and_ledger(config, length, setup, budget)[0]
+    def planned(length: int) -> tuple[MemoryPlan, Ledger]:
+        return plan_and_ledger(config, length, setup, budget)
 
-    _, ledger = plan_and_ledger(config, longest, setup, budget)
+    _, ledger = planned(longest)
     host_bytes = 0
     if optimizer is not None:
         lengths = sorted({n_tokens[rows[name]] for name in names}, reverse=True)
         some = lengths[:: math.ceil(len(lengths) / PLANNED_LENGTHS)]
-        host_bytes = max(plan_and_ledger(config, length, setup, budget)[1].host_bytes for length in some)
-    return Engine(name, why, LongContextScorer(plan_for), longest, ledger, config, host_bytes)
-
-
-@contextlib.contextmanager
-def memory_advice(engine: Engine, device: torch.device) -> Iterator[None]:
-    """Turns running out of memory into the ledger beside what was allocated, and what to do about it.
-
-    Raises:
-        StageError: in place of torch.OutOfMemoryError and MemoryError.
-    """
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        used = ""
-        if device.type == "cuda":
-            allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-            used = f"; at most {allocated / GIB:.2f} GiB were allocated, {reserved / GIB:.2f} reserved"
-        ledger = ""
-        if engine.ledger is not None:
-            ledger = f"; the ledger had predicted {engine.ledger.peak_device_bytes / GIB:.2f} GiB"
-        advice = "set model.gpu_gib to what is really free, or lower render.max_tokens"
-        if engine.name == "plain":
-            advice = 'set model.engine = "long_context", lower tokens_per_micro_batch, or lower render.max_tokens'
-        raise StageError(
-            f"out of memory with branches of up to {engine.longest_tokens:,} tokens (engine {engine.name})"
-            f"{used}{ledger}: {str(error).splitlines()[0] if str(error) else 'no details'}. To go on: {advice}"
-        ) from error
+        host_bytes = max(planned(length)[1].host_bytes for length in some)
+    scorer = LongContextScorer(lambda length: planned(length)[0])
+    return Engine(name, why, scorer, longest, ledger, config, setup, budget, host_bytes)

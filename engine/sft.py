@@ -31,7 +31,8 @@ from engine.data import Batch, BranchTable, EpochLoader, ShuffledBatches, collat
 from engine.health import EarlyStop, check_trackers, tracker_callbacks
 from engine.loading import load_base, load_tokenizer, new_adapter, save_adapter, trainable_parameters
 from engine.monitor import AllocatorPeaks
-from engine.scorers import memory_advice, open_engine
+from engine.out_of_memory import memory_advice
+from engine.scorers import Engine, open_engine
 from engine.scores import Scorer
 from engine.session import (
     Checkpoints,
@@ -70,6 +71,7 @@ class SpanSftTrainer(StageTrainer, SFTTrainer):
         super().__init__(model=model, **kwargs)
         self.cost = cost
         self.branches, self.batches, self.scorer, self.stop = branches, batches, scorer, stop
+        self.policy = model
         self.meter = Meter(AllocatorPeaks(self.args.device))
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the window's weight itself
         self.parameters = trainable_parameters(model)
@@ -161,58 +163,32 @@ def train(
     lengths_of = dict(zip(branches.column("branch_id"), branches.column("n_tokens"), strict=True))
     n_tokens = [lengths_of[name] for name in names]
     batches = length_bucketed(n_tokens, config.tokens_per_micro_batch)
-    if spec.lora is None:
-        raise StageError("the spec of an sft run has no lora section")
     accumulating = config.accumulation > 1 or len(batches) < len(names)
     engine = open_engine(spec, branches, names, group, optimizer=config.optimizer, accumulating=accumulating)
-    base = load_base(spec.model, spec.base, group.device, max(n_tokens))
-    join(group)
-    model = new_adapter(base, spec.lora, config.seed)
-    engine.pin_host(group.device)
-    checkpointing = engine.name == "plain" and group.device.type == "cuda"
-    settings = trainer_settings(
-        out,
-        config.optimizer,
-        epochs=config.epochs,
-        accumulation=config.accumulation,
-        seed=config.seed,
-        device=group.device,
-        checkpointing=checkpointing,
-        trackers=config.trackers,
-    )
-    trainer = SpanSftTrainer(
-        branches=branches,
-        batches=ShuffledBatches(batches, config.seed),
-        scorer=scorer or engine.scorer,
-        cost=cost_model(base.config.to_dict(), recomputes=checkpointing or engine.name == "long_context"),
-        stop=stop,
-        model=model,
-        args=TrlSftConfig(**settings, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}),
-        train_dataset=Dataset.from_dict({"branch_id": names}),
-        processing_class=load_tokenizer(spec.model),
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Checkpoints(group, model, out, config.save_steps, stop))
-    early_stop = EarlyStop(config.early_stop)
-    for callback in (early_stop, StepPrinter(), *tracker_callbacks(spec, config.trackers)):
-        trainer.add_callback(callback)
-    checkpoint = latest_checkpoint(out)
-    if checkpoint is not None:
-        trainer.meter.restore(
-            transformers.TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history
+    with memory_advice(engine, group) as watched:
+        trainer = _load(spec, config, group, out, stop, engine, scorer or engine.scorer, branches, names, batches)
+        watched.trainer = trainer
+        trainer.add_callback(Checkpoints(group, trainer.policy, out, config.save_steps, stop))
+        early_stop = EarlyStop(config.early_stop)
+        for callback in (early_stop, StepPrinter(), *tracker_callbacks(spec, config.trackers)):
+            trainer.add_callback(callback)
+        checkpoint = latest_checkpoint(out)
+        if checkpoint is not None:
+            trainer.meter.restore(
+                transformers.TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history
+            )
+        steps_per_epoch = math.ceil(len(batches) / config.accumulation)
+        print(
+            f"sft: {len(names)} branches, {sum(n_tokens)} tokens, {len(batches)} micro-batches, "
+            f"{steps_per_epoch} steps an epoch, padding {padding_share(n_tokens, batches):.1%}, "
+            f"engine {engine.name}: {engine.why}",
+            flush=True,
         )
-    steps_per_epoch = math.ceil(len(batches) / config.accumulation)
-    print(
-        f"sft: {len(names)} branches, {sum(n_tokens)} tokens, {len(batches)} micro-batches, "
-        f"{steps_per_epoch} steps an epoch, padding {padding_share(n_tokens, batches):.1%}, "
-        f"engine {engine.name}: {engine.why}",
-        flush=True,
-    )
-    with memory_advice(engine, group.device):
+        trainer.meter.start()
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.agreed:
         raise StageError(f"stopped on request after step {trainer.state.global_step}; a checkpoint was saved")
-    save_adapter(model, out / "adapter", base_name=spec.base.name, model_sha256=spec.model.sha256, stage="sft")
+    save_adapter(trainer.policy, out / "adapter", base_name=spec.base.name, model_sha256=spec.model.sha256, stage="sft")
     points = curve(trainer.state.log_history)
     first_loss, last_loss = first_and_last_loss(points)
     return TrainReport(
@@ -231,7 +207,7 @@ def train(
         **peak_memory(trainer.meter.peaks),  # type: ignore[arg-type]
         stopped_early=early_stop.reason,
         resumed_from_step=resumed_step(checkpoint),
-        settings=engine.settings(base)
+        settings=engine.settings(trainer.policy)
         | {
             "device": str(group.device),
             "dtype": spec.base.dtype,
@@ -242,3 +218,48 @@ def train(
         },
         curve=points,
     )
+
+
+def _load(
+    spec: TrainSpec,
+    config: SftConfig,
+    group: Group,
+    out: Path,
+    stop: Stop,
+    engine: Engine,
+    scorer: Scorer,
+    branches: BranchTable,
+    names: list[str],
+    batches: list[list[int]],
+) -> SpanSftTrainer:
+    """The model with a fresh adapter in a trainer without callbacks; the ranks have met when it returns."""
+    if spec.lora is None:
+        raise StageError("the spec of an sft run has no lora section")
+    base = load_base(spec.model, spec.base, group.device, engine.longest_tokens)
+    join(group)
+    model = new_adapter(base, spec.lora, config.seed)
+    engine.pin_host(group.device)
+    checkpointing = engine.name == "plain" and group.device.type == "cuda"
+    settings = trainer_settings(
+        out,
+        config.optimizer,
+        epochs=config.epochs,
+        accumulation=config.accumulation,
+        seed=config.seed,
+        device=group.device,
+        checkpointing=checkpointing,
+        trackers=config.trackers,
+    )
+    trainer = SpanSftTrainer(
+        branches=branches,
+        batches=ShuffledBatches(batches, config.seed),
+        scorer=scorer,
+        cost=cost_model(base.config.to_dict(), recomputes=checkpointing or engine.name == "long_context"),
+        stop=stop,
+        model=model,
+        args=TrlSftConfig(**settings, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}),
+        train_dataset=Dataset.from_dict({"branch_id": names}),
+        processing_class=load_tokenizer(spec.model),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer

@@ -17,11 +17,11 @@ from engine.budget import Budget, choose_engine, scoring_plan, training_plan
 from engine.collectives import Group
 from engine.data import BranchTable
 from engine.memory import GIB, Setup
-from engine.scorers import memory_advice, open_engine
+from engine.scorers import open_engine
 from engine.scores import token_logprobs
 from engine.session import Stop
 from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig, SimpoConfig
-from schemas.errors import StageError, UserError
+from schemas.errors import UserError
 from schemas.spec import TrainSpec
 from tasks.plan import SHAPES
 
@@ -182,28 +182,3 @@ def test_nf4_base_trains_a_float32_adapter(tmp_path: Path, engine: str, stage: s
     stored = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
     assert any(type(module).__name__ == "Linear4bit" for model in seen for module in model.modules()) == bool(scorer)
-
-
-def test_running_out_of_memory_is_told_with_advice(spec: TrainSpec, tmp_path: Path) -> None:
-    def scorer(*_: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-    assert spec.simpo is not None
-    with pytest.raises(
-        StageError, match=r"out of memory with branches of up to \d+ tokens .*Tried to allocate 20"
-    ) as error:
-        preference.train(spec, spec.simpo, Group(), tmp_path, Stop(), scorer)
-    assert 'set model.engine = "long_context"' in str(error.value)
-
-
-def test_advice_has_the_ledger(spec: TrainSpec) -> None:
-    budget = Budget(device_bytes=GIB, host_bytes=GIB)
-    run = with_engine(spec, "long_context")
-    engine = open_engine(
-        run, BranchTable(spec.branches), ["good-3"], Group(), optimizer=OPTIMIZER, accumulating=True, budget=budget
-    )
-    with (
-        pytest.raises(StageError, match=r"the ledger had predicted 0\.\d\d GiB"),
-        memory_advice(engine, Group().device),
-    ):
-        raise torch.OutOfMemoryError

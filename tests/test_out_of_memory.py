@@ -1,0 +1,326 @@
+"""Out of memory on either side: recognised, reported with the ledger beside what was allocated, and with advice."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_inputs import VOCABULARY, make_model, simpo_spec
+
+from engine import preference, sft
+from engine.budget import Budget, StagePlan, Stand, advice, host_budget, training_plan
+from engine.collectives import Group
+from engine.data import BranchTable
+from engine.host_memory import HostLimit, HostMemoryError, host_limits, tightest
+from engine.loading import load_base, new_adapter
+from engine.memory import GIB, Setup, trained_parameters
+from engine.offload import HostPool, pin
+from engine.out_of_memory import Allocated, comparison, components_of, memory_advice, side_of
+from engine.scorers import open_engine
+from engine.session import Stop
+from schemas.config import LoraConfig, ModelConfig, OptimizerConfig, SftConfig, SimpoConfig
+from schemas.errors import StageError, UserError
+from schemas.spec import TrainSpec
+from tasks.plan import SHAPES
+
+QWEN3_8B = SHAPES["qwen3-8b"]
+SETUP = Setup(n_scored=4096)
+REPOSITORY = Path(__file__).parent.parent
+
+
+def planned(n_tokens: int = 131_072, device_gib: float = 23.5, host_gib: float = 110) -> StagePlan:
+    budget = Budget(int(device_gib * GIB), int(host_gib * GIB))
+    _, ledger = training_plan(QWEN3_8B, n_tokens, SETUP, budget)
+    return StagePlan("long_context", n_tokens, ledger, QWEN3_8B, SETUP, budget)
+
+
+@pytest.mark.parametrize(
+    ("error", "side"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), "device"),
+        (RuntimeError("CUDA error: out of memory"), "device"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
+        (MemoryError(), "host"),
+        (OSError(12, "Cannot allocate memory"), "host"),
+        (HostMemoryError("the host refused to pin 110.0 GiB"), "host"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), "host"),
+        (RuntimeError("shapes cannot be multiplied"), None),
+        (OSError(28, "No space left on device"), None),
+        (StageError("the loss is nan"), None),
+    ],
+)
+def test_which_memory_ran_out(error: Exception, side: str | None) -> None:
+    assert side_of(error) == side
+
+
+ALLOCATIONS = """
+import torch
+from engine.offload import HostPool
+from engine.out_of_memory import side_of
+for allocate in (
+    lambda: torch.empty(8 << 30, dtype=torch.uint8),
+    lambda: bytearray(8 << 30),
+    lambda: HostPool(torch.device("cpu")).reserve(8 << 30),
+):
+    try:
+        allocate()
+    except Exception as error:
+        print(type(error).__name__, side_of(error))
+"""
+
+
+def test_a_limit_of_the_process_is_the_hosts_memory() -> None:
+    """The errors that really come of a limit (RLIMIT_AS) of 6 GiB, in a process of its own."""
+    result = subprocess.run(
+        [sys.executable, "-c", ALLOCATIONS],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30)),
+    )  # fmt: skip
+    assert result.stdout.splitlines() == ["RuntimeError host", "MemoryError host", "HostMemoryError host"]
+
+
+class RefusingRuntime:
+    """torch.cuda.cudart() of a driver that refuses to register host memory."""
+
+    def cudaHostRegister(self, pointer: int, n_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        assert (pointer != 0, n_bytes, flags) == (True, 64, 0)
+        return 2
+
+    def cudaGetErrorString(self, status: int) -> str:  # noqa: N802 - CUDA's name
+        return {2: "out of memory"}[status]
+
+
+def test_refused_pinning_names_what_was_asked_and_the_limit_of_locked_memory() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, hard))
+    try:
+        with pytest.raises(HostMemoryError, match=r"refused to pin 0\.0 GiB \(out of memory\); ulimit -l allows 1 MiB"):
+            pin(torch.zeros(64, dtype=torch.uint8), RefusingRuntime())
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
+# --- the host's limits
+
+
+def group_files(root: Path, folder: str, limit: str, used: int, cache: int, *, v1: bool = False) -> None:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    limit_name, usage_name, cache_name = names if v1 else ("memory.max", "memory.current", "inactive_file")
+    place = root / "sys/fs/cgroup" / folder
+    place.mkdir(parents=True, exist_ok=True)
+    (place / limit_name).write_text(f"{limit}\n")
+    (place / usage_name).write_text(f"{used}\n")
+    (place / "memory.stat").write_text(f"anon 5\n{cache_name} {cache}\n")
+
+
+def own_groups(root: Path, lines: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(lines)
+
+
+def test_every_control_group_above_a_process_counts(tmp_path: Path) -> None:
+    own_groups(tmp_path, "0::/jobs/train\n")
+    group_files(tmp_path, "jobs/train", "max", 7, 0)
+    group_files(tmp_path, "jobs", str(10 << 20), 4 << 20, 1 << 20)
+    found = host_limits(tmp_path)
+    assert [limit.by for limit in found] == ["the machine", f"the control group {tmp_path}/sys/fs/cgroup/jobs"]
+    assert tightest(found).available_bytes == 7 << 20  # 10 allowed, 4 used, of which 1 is page cache
+
+
+def test_control_groups_of_the_first_version(tmp_path: Path) -> None:
+    own_groups(tmp_path, "5:cpu:/other\n4:memory:/box\n0::/\n")
+    group_files(tmp_path, "memory", str(9 << 20), 2 << 20, 0, v1=True)  # in a container: its own group is the top
+    assert tightest(host_limits(tmp_path)).available_bytes == 7 << 20
+
+
+def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert [limit.by for limit in host_limits(tmp_path)] == ["the machine"]
+
+
+def test_host_memory_beyond_a_control_group_is_refused() -> None:
+    limits = [HostLimit(31 * GIB, "the machine"), HostLimit(20 * GIB, "the control group /x")]
+    assert host_budget(None, limits) == int(18 * GIB)
+    assert host_budget(16.0, limits) == 16 * GIB
+    assert host_budget(110.0, limits[:1]) == 110 * GIB  # a virtual machine shows what was used so far
+    with pytest.raises(UserError, match=r"110 GiB .* the control group /x leaves 20\.0"):
+        host_budget(110.0, limits)
+
+
+# --- advice
+
+
+def test_a_device_shared_with_others_is_told_from_a_ledger_that_missed() -> None:
+    plan = planned()
+    assert plan.budget is not None
+    taken = advice(Stand("device", int(18 * GIB), int(17 * GIB)), plan)
+    assert "free the 5.5 GiB of the device that others have taken" in taken[0]
+    assert "set model.gpu_gib = 18.0" in taken[1]
+    assert plan.ledger is not None
+    peak_bytes = plan.ledger.peak_device_bytes + 2 * GIB  # two more than predicted: plan with two less
+    missed = advice(Stand("device", plan.budget.device_bytes, peak_bytes), plan)
+    assert len(missed) == 1
+    assert "set model.gpu_gib = 21.5" in missed[0]
+    hardly = advice(Stand("device", plan.budget.device_bytes, plan.ledger.peak_device_bytes), plan)
+    assert "set model.gpu_gib = 22.3" in hardly[0]
+
+
+def test_pieces_of_the_allocator_are_told() -> None:
+    said = advice(Stand("device", int(23.5 * GIB), int(23 * GIB), idle_bytes=3 * GIB), planned())
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in said[0]
+    assert "3.0 GiB lay idle" in said[0]
+
+
+def test_a_branch_that_fits_no_policy_gets_the_longest_that_does() -> None:
+    """Half of the host's memory is gone: 131,072 tokens of a plan at its limit do not fit any more."""
+    plan = planned(131_072, device_gib=12.5)
+    said = advice(Stand("device", int(11 * GIB), int(10.9 * GIB)), plan)
+    longest = int(said[-1].split("render.max_tokens = ")[1].split(",")[0])
+    assert 81_920 <= longest < 131_072
+    assert plan.budget is not None
+    training_plan(QWEN3_8B, longest, SETUP, plan.budget._replace(device_bytes=11 * GIB))
+
+
+def test_the_host_side_names_memory_policy_plan_and_length() -> None:
+    said = advice(Stand("host", 60 * GIB, world_size=2), planned())
+    assert "more memory" in said[0]
+    assert 'simpo.plan = "sequential"' in said[1]
+    assert "set model.host_gib = 54.0" in said[2]  # 90 % of 60, both processes
+    alone = advice(Stand("host", GIB), planned())
+    assert not any("sequential" in text for text in alone)
+    assert "render.max_tokens = " in alone[-1]
+
+
+def test_the_plain_engine_is_told_what_the_other_one_would_hold() -> None:
+    plan = StagePlan("plain", 32_768, None, QWEN3_8B, SETUP, Budget(int(23.5 * GIB), 110 * GIB))
+    first, *others = advice(Stand("device", 23 * GIB), plan)
+    longest = int(first.split("up to ")[1].split(" ")[0].replace(",", ""))
+    assert longest > 262_144
+    assert others == ["lower tokens_per_micro_batch", "lower render.max_tokens"]
+
+
+# --- stages
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainSpec:
+    optimizer = OptimizerConfig(learning_rate=5e-3, warmup_share=0.0)
+    return simpo_spec(tmp_path / "inputs", SimpoConfig(optimizer=optimizer, plan="sequential"), n_pairs=2, n_heldout=0)
+
+
+def out_of_memory(error: Exception) -> Any:
+    def scorer(*_: Any) -> torch.Tensor:
+        raise error
+
+    return scorer
+
+
+ERRORS = {
+    "device": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nProcess 1 has 2 GiB"),
+    "host": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+}
+
+
+@pytest.mark.parametrize("side", ERRORS)
+@pytest.mark.parametrize("stage", ["sft", "simpo"])
+def test_a_stage_ends_with_report_and_advice(spec: TrainSpec, tmp_path: Path, stage: str, side: str) -> None:
+    scorer, arguments = out_of_memory(ERRORS[side]), (Group(), tmp_path / "out", Stop())
+    run = spec.model_copy(update={"stage": "sft", "lora": LoraConfig(r=4)})
+    assert spec.simpo is not None
+    train = partial(preference.train, spec, spec.simpo) if stage == "simpo" else partial(sft.train, run, SftConfig())
+    with pytest.raises(StageError) as raised:
+        train(*arguments, scorer)
+    first, *table = str(raised.value).splitlines()
+    assert first.startswith(f"out of memory on the {side} with branches of up to ")
+    assert str(ERRORS[side]).splitlines()[0].rstrip(".") in first
+    assert 'To go on: set model.engine = "long_context"; or lower tokens_per_micro_batch' in first
+    rows = {line[:48].strip(): line[48:].split() for line in table}
+    assert rows["decoder weights"] == ["-", "0.1"]
+    assert {"adapters", "embedding and head"} <= rows.keys()
+    assert not (tmp_path / "out" / "adapter").exists()
+
+
+def test_components_are_counted_by_their_owner(tmp_path: Path) -> None:
+    """A 2-layer model in float64 with LoRA r4 on seven linears, after a step."""
+    model = make_model(tmp_path / "model")
+    base = load_base(model, ModelConfig(name="tiny", dtype="float64"), torch.device("cpu"), 64)
+    policy = new_adapter(base, LoraConfig(r=4), 0)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(trained)
+    optimizer.step()
+    n_trained = trained_parameters(base.config.to_dict(), Setup(lora_rank=4))
+    linears = 3 * 32 * 64 + 2 * 32 * 32 + 2 * 32 * 16
+    norms = 2 * 32 + 2 * 8
+    found = components_of(policy, optimizer)
+    assert found == {
+        "decoder weights": 8 * (2 * (linears + norms) + 32),
+        "embedding and head": 8 * VOCABULARY * 32,
+        "adapters": 8 * n_trained,
+        "gradients": 8 * n_trained,
+        "optimiser": 2 * 8 * n_trained + 4 * len(trained),  # two moments, and a step count each
+    }
+
+
+def test_other_errors_pass_as_they_are(spec: TrainSpec) -> None:
+    engine = open_engine(
+        spec, BranchTable(spec.branches), ["good-1"], Group(), optimizer=OptimizerConfig(), accumulating=False
+    )
+    for error in (ValueError("x"), RuntimeError("shapes differ"), OSError(28, "No space left on device")):
+        with pytest.raises(type(error)) as raised, memory_advice(engine, Group()):
+            raise error
+        assert raised.value is error
+
+
+def test_the_report_has_prediction_and_allocation_side_by_side() -> None:
+    plan = planned()
+    assert plan.ledger is not None
+    components = {"decoder weights": 5 * GIB, "adapters": 200 << 20, "a part that no ledger has": 1 << 20}
+    used = Allocated(components, 20 * GIB, 23 * GIB, 21 * GIB, 23 * GIB, GIB // 2, 24 * GIB)
+    text = comparison(plan.ledger, used)
+    rows = {line[:48].strip(): line[48:].split() for line in text.splitlines()}
+    assert rows["component"] == ["predicted", "MiB", "allocated", "MiB"]
+    assert rows["adapters"] == ["166.5", "200.0"]
+    assert rows["a part that no ledger has"] == ["-", "1.0"]
+    assert rows["activations, buffers and libraries"] == [f"{(15 * 1024 - 201):,.1f}"]
+    predicted = f"{plan.ledger.peak_device_bytes / 2**20:,.1f}"
+    assert rows["all (predicted: peak; allocated: at failure)"] == [predicted, "20,480.0"]
+    assert "20.00 GiB allocated and 23.00 reserved at failure, so 3.00 held in pieces that did not fit" in text
+    moment = plan.ledger.peak_moment
+    shown = {row.component for row in plan.ledger.rows if row.moment == moment and row.device_bytes}
+    assert all(f"{moment}: {name}" in rows for name in shown)
+    assert "GiB predicted to be pinned" in text
+
+
+def test_a_refused_host_ends_the_stage_before_step_one(tmp_path: Path, spec: TrainSpec) -> None:
+    """The long-context engine keeps activations on the host: reserving them is the first thing that can fail."""
+    run = spec.model_copy(update={"base": spec.base.model_copy(update={"engine": "long_context"})})
+    budget = Budget(device_bytes=GIB, host_bytes=GIB)
+    engine = open_engine(
+        run, BranchTable(run.branches), ["good-1", "bad-1"], Group(), optimizer=OptimizerConfig(), accumulating=True,
+        budget=budget,
+    )  # fmt: skip
+    assert engine.ledger is not None
+    assert engine.host_bytes >= engine.ledger.host_bytes > 0
+    engine.pin_host(torch.device("cpu"))
+    assert engine.scorer.host_bytes == engine.host_bytes  # type: ignore[attr-defined]
+    with (
+        pytest.raises(StageError, match=r"out of memory on the host .* refused to pin"),
+        memory_advice(engine, Group()),
+    ):
+        pin(torch.zeros(64, dtype=torch.uint8), RefusingRuntime())
+
+
+def test_a_pool_that_was_refused_holds_nothing() -> None:
+    pool = HostPool(torch.device("cpu"))
+    with pytest.raises(HostMemoryError, match=r"the host refused [\d.]+ GiB"):
+        pool.reserve(1 << 60)
+    assert pool.capacity_bytes == 0
+    pool.reserve(4096)
+    assert pool.capacity_bytes == 4096
