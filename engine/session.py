@@ -195,7 +195,7 @@ class StepPrinter(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         shown = ("loss", "margin", "accuracy", "kl", "grad_norm", "learning_rate", "tokens_per_s")
-        shown += ("idle_share", "exchange_share")
+        shown += ("idle_share", "exchange_share", "reserved_bytes")
         values = [f"{name} {logs[name]:.4g}" for name in shown if logs and name in logs]
         if logs and "loss" in logs:
             with contextlib.suppress(BrokenPipeError):  # no reader is left: the run is about to be stopped for that
