@@ -5,9 +5,10 @@ file simply is not asked for. Everything here can be deleted: it is then read an
 """
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import orjson
@@ -36,6 +37,7 @@ RUN_FIELDS = (
     *("n_unpaired", "n_chars", "tail"),
 )
 
+_FIELDS_OF = attrgetter(*RUN_FIELDS)
 _JOINED = ("status", "source", "score", "exit_status")
 """What side files may know better."""
 
@@ -109,7 +111,7 @@ class Catalog:
         sha256: str | None,
         notes: FileNotes,
         runs: Iterable[RunEntry],
-        openings: Iterable[tuple[str, int]],
+        openings: Sequence[tuple[str, int]],
     ) -> None:
         """Records a file with everything that it gave, in place of what it gave before. `sha256`: of a file so new that
         its stamp does not vouch for its content; None for the others.
@@ -119,12 +121,11 @@ class Catalog:
         said = orjson.dumps(vars(notes)).decode() if any(vars(notes).values()) else ""
         self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (file.name, file.stamp, sha256, said))
         marks = ", ".join("?" * len(RUN_FIELDS))
-        self._db.executemany(
-            f"INSERT INTO runs VALUES ({marks})", ([getattr(run, name) for name in RUN_FIELDS] for run in runs)
-        )
-        self._db.executemany(
-            "INSERT INTO openings VALUES (?, ?, ?)", ((digest, file.name, seq) for digest, seq in openings)
-        )
+        self._db.executemany(f"INSERT INTO runs VALUES ({marks})", [_FIELDS_OF(run) for run in runs])
+        if openings:
+            self._db.executemany(
+                "INSERT INTO openings VALUES (?, ?, ?)", [(digest, file.name, seq) for digest, seq in openings]
+            )
 
     def commit(self) -> None:
         """Makes what was recorded so far last, so that an interrupted night is not read again."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from artifacts.store import file_sha256, payload_digest
@@ -20,7 +21,8 @@ from tasks.sources.openhands import is_single_event
 
 def path_name(path: Path) -> str:
     """The path as valid text: names of files are bytes and may hold anything."""
-    return os.fsencode(path).decode("utf-8", "replace")
+    name = str(path)
+    return name if name.isascii() else os.fsencode(name).decode("utf-8", "replace")
 
 
 _SETTLED_NS = 2_000_000_000
@@ -44,7 +46,7 @@ class InputFile:
     events: tuple[Path, ...] = ()
     """The files of a session, in order; `path` is their folder."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"{DATASET_PREFIX}{self.dataset}" if self.dataset else path_name(self.path)
 
@@ -116,12 +118,12 @@ _EVENT_NAME = re.compile(r"(?:event-)?(\d+)(?:-[0-9a-f-]{8,})?\.json")
 _PAGE_NAME = re.compile(r"\d+-\d+\.json")
 
 
-def _session(folder: Path, files: list[Path]) -> InputFile | None:
+def _session(folder: Path, files: list[str]) -> InputFile | None:
     """A folder of `0.json`, `1.json`, `10.json` or `event-00007-<id>.json`, each one event, as one session."""
-    numbered = [(int(match.group(1)), file) for file in files if (match := _EVENT_NAME.fullmatch(file.name))]
+    numbered = [(int(match[1]), file) for file in files if (match := _EVENT_NAME.fullmatch(os.path.basename(file)))]
     if not numbered or len(numbered) != len(files):
         return None
-    events = tuple(file for _, file in sorted(numbered))
+    events = tuple(Path(file) for _, file in sorted(numbered))
     found = [_stat(file) for file in events]
     if any(file.problem for file in found):
         return None
@@ -140,19 +142,17 @@ def _walk(folder: Path) -> Iterator[InputFile]:
     """Files below a folder, sorted; links to folders are not followed, hidden entries are left out."""
     with os.scandir(folder) as entries:
         found = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
-    files = [Path(entry.path) for entry in found if not entry.is_dir()]
-    session = _session(folder, files)
+    session = _session(folder, [entry.path for entry in found if not entry.is_dir()])
     is_copy = folder.name == "event_cache" and (folder.parent / "events").is_dir()
     for entry in found:
-        path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            yield from _walk(path)
+            yield from _walk(Path(entry.path))
         elif entry.is_dir() or session is not None:
             continue
         elif is_copy and _PAGE_NAME.fullmatch(entry.name):
-            yield InputFile(path, problem="a copy of events that lie beside it")
+            yield InputFile(Path(entry.path), problem="a copy of events that lie beside it")
         else:
-            yield _stat(path)
+            yield _stat(Path(entry.path))
     if session is not None:
         yield session
 
@@ -175,7 +175,7 @@ def find_files(paths: Iterable[str]) -> Iterator[InputFile]:
     Raises:
         UserError: a path is missing, a glob matches nothing, or a folder holds no file.
     """
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for given in paths:
         if given.startswith(DATASET_PREFIX):
             name = given.removeprefix(DATASET_PREFIX)
@@ -184,8 +184,9 @@ def find_files(paths: Iterable[str]) -> Iterator[InputFile]:
         n_found = 0
         for file in _expand(given):
             n_found += 1
-            if file.path not in seen:
-                seen.add(file.path)
+            path = str(file.path)
+            if path not in seen:
+                seen.add(path)
                 yield file
         if not n_found:
             folder = Path(given).expanduser().is_dir()

@@ -1,5 +1,6 @@
 """Reading half of ingestion: files -> runs, redacted, in segments that the catalog knows."""
 
+import posixpath
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from tasks.sources.side_files import SideFact, read_side_file
 ROWS_PER_BATCH = 16
 _RUNS_PER_SEGMENT = 4096
 _CHARS_PER_SEGMENT = 64 << 20
+_BUFFER_BYTES = 1 << 20  # a batch is written in a hundred pieces, most of them small
 
 
 @dataclass
@@ -76,10 +78,10 @@ def _with_run(run: Run) -> Run:
     """Where the log names no run, the folder that holds the run's files does."""
     if run.run_id is not None:
         return run
-    folder = Path(run.source_path).parent
-    if folder.name.startswith(run.task_id):
-        folder = folder.parent
-    return replace(run, run_id=folder.name or None)
+    folder = posixpath.dirname(run.source_path)
+    if posixpath.basename(folder).startswith(run.task_id):
+        folder = posixpath.dirname(folder)
+    return replace(run, run_id=posixpath.basename(folder) or None)
 
 
 def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Iterator[tuple[Adapter, Run]]:
@@ -138,18 +140,13 @@ def _chain(run: Run) -> list[str]:
 def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapter, run: Run) -> RunEntry:
     chain = _chain(run) if adapter.snapshots else [None]
     read.openings += [(link, len(read.entries)) for link in chain[:-1] if link is not None]
-    calls: set[str | None] = set()
-    n_turns = n_calls = n_observations = n_chars = n_unpaired = 0
-    for message in run.messages:
-        n_turns += message.role == "assistant" and message.author == "policy"
-        n_calls += len(message.tool_calls) + len(message.action_spans)
-        n_observations += message.author == "environment"
-        n_chars += len(message.content) + len(message.reasoning or "")
-        for call in message.tool_calls:
-            calls.add(call.call_id)
-            n_chars += len(call.arguments)
-    for message in run.messages:
-        n_unpaired += message.tool_call_id is not None and message.tool_call_id not in calls
+    messages = run.messages
+    speakers = Counter([(message.role, message.author) for message in messages])
+    calls = [call for message in messages for call in message.tool_calls]
+    call_ids = {call.call_id for call in calls}
+    answered = [message.tool_call_id for message in messages if message.tool_call_id is not None]
+    n_chars = sum([len(message.content) for message in messages]) + sum([len(call.arguments) for call in calls])
+    n_chars += sum([len(message.reasoning) for message in messages if message.reasoning])
     return RunEntry(
         file=file.name,
         seq=len(read.entries),
@@ -163,11 +160,11 @@ def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapte
         source=run.outcome.source,
         score=run.outcome.score,
         exit_status=run.exit_status,
-        n_messages=len(run.messages),
-        n_turns=n_turns,
-        n_calls=n_calls,
-        n_observations=n_observations,
-        n_unpaired=n_unpaired,
+        n_messages=len(messages),
+        n_turns=speakers["assistant", "policy"],
+        n_calls=len(calls) + sum([len(message.action_spans) for message in messages]),
+        n_observations=sum([n for (_, author), n in speakers.items() if author == "environment"]),
+        n_unpaired=sum([call_id not in call_ids for call_id in answered]),
         n_chars=n_chars,
         tail=chain[-1],
     )
@@ -203,7 +200,7 @@ class SegmentWriter:
         segment = f"{uuid.uuid4().hex}.arrow"
         path = self.folder / segment
         n_rows = 0
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
+        with path.open("wb", _BUFFER_BYTES) as sink, pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
             runs = self._runs(files, segment)
             while batch := list(islice(runs, ROWS_PER_BATCH)):
                 writer.write_batch(record_batch(batch))

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from threading import local
 
 import hyperscan
 from detect_secrets.plugins.aws import AWSKeyDetector
@@ -179,6 +180,18 @@ def _rules() -> tuple[tuple[_Rule, ...], hyperscan.Database]:
     return rules, triggers
 
 
+class _Scratches(local):
+    """What a scan needs to itself, once a thread."""
+
+    _scratch: hyperscan.Scratch | None = None
+
+    def own(self) -> hyperscan.Scratch:
+        if self._scratch is None:
+            self._scratch = hyperscan.Scratch(_rules()[1])
+        return self._scratch
+
+
+_SCRATCHES = _Scratches()
 _ESCAPE = re.compile(r"\\+(?:u[0-9a-fA-F]{4}|[nrtbf\"/])")
 
 
@@ -189,8 +202,6 @@ class Redactor:
     counts: Counter[str] = field(default_factory=Counter)
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
     _numbers: Counter[str] = field(default_factory=Counter)
-    _scratch: hyperscan.Scratch = field(default_factory=lambda: hyperscan.Scratch(_rules()[1]))
-    """What a scan needs to itself: threads have a redactor each."""
     _hints: tuple[str, ...] = ("",)
     """A text without any of these has nothing to replace."""
 
@@ -201,7 +212,7 @@ class Redactor:
         def note(index: int, *_: object) -> None:
             found.append(index)
 
-        _rules()[1].scan(text, match_event_handler=note, scratch=self._scratch)
+        _rules()[1].scan(text, match_event_handler=note, scratch=_SCRATCHES.own())
         return sorted(found)
 
     def _placeholder(self, kind: str, value: str) -> str:

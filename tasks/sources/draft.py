@@ -87,8 +87,11 @@ _FLAG_OR_NONE = frozenset((bool, type(None)))
 
 def _is_unicode(texts: Iterable[str | None]) -> bool:
     """Whether there is no lone surrogate, which no UTF-8 text can hold."""
+    whole = "".join(filter(None, texts))
+    if whole.isascii():
+        return True
     try:
-        "".join([text for text in texts if text and not text.isascii()]).encode()
+        whole.encode()
     except UnicodeEncodeError:
         return False
     return True
@@ -102,10 +105,10 @@ def is_sound(run: Run) -> bool:
     """Whether `to_trajectory` would take the run: the same rules, at a tenth of the time."""
     messages = run.messages
     calls = [call for message in messages for call in message.tool_calls]
-    contents = [message.content for message in messages]
-    arguments = [call.arguments for call in calls]
-    named = [*(call.name for call in calls), run.trajectory_id, run.task_id]
-    named += (run.source_format, run.source_path, run.source_sha256)
+    texts = [message.content for message in messages]
+    texts += [call.arguments for call in calls]
+    texts += [call.name for call in calls]
+    texts += (run.trajectory_id, run.task_id, run.source_format, run.source_path, run.source_sha256)
     optional = [message.reasoning for message in messages]
     optional += [message.tool_call_id for message in messages]
     optional += [message.name for message in messages]
@@ -114,18 +117,19 @@ def is_sound(run: Run) -> bool:
     return (
         _ROLES.issuperset([message.role for message in messages])
         and _AUTHORS.issuperset([message.author for message in messages])
-        and all(_only(_TEXT, texts) for texts in (contents, arguments, named))
+        and _only(_TEXT, texts)
         and _only(_TEXT_OR_NONE, optional)
         and _only(_FLAG_OR_NONE, [message.failed for message in messages])
         and run.parent_link in (None, "subagent", "fork", "continuation")
-        and all(_is_unicode(texts) for texts in (contents, arguments, named, optional))
-        and all(_fits_role(message) for message in messages if message.role != "assistant")
+        and _is_unicode(texts)
+        and _is_unicode(optional)
+        and not [message for message in messages if message.role != "assistant" and _is_turn(message)]
         and all(_fits_content(message) for message in messages if message.action_spans)
     )
 
 
-def _fits_role(message: Message) -> bool:
-    return not message.tool_calls and not message.action_spans and message.reasoning is None
+def _is_turn(message: Message) -> bool:
+    return bool(message.tool_calls or message.action_spans) or message.reasoning is not None
 
 
 def _fits_content(message: Message) -> bool:

@@ -27,6 +27,9 @@ class SideFields(TypedDict, total=False):
     reward: Any
 
 
+_SIDE_KEYS = frozenset(SideFields.__annotations__)
+
+
 @dataclass(frozen=True)
 class SideFact:
     """One statement about a run. `instance` None: about every run in `folder`. `run`: the run the file names."""
@@ -66,17 +69,20 @@ def _run_report(value: dict[str, Any], path: PurePosixPath) -> list[SideFact] | 
     return facts
 
 
+def _is_report_map(value: dict[str, Any]) -> bool:
+    return bool(value) and all(isinstance(get(report, "resolved"), bool) for report in value.values())
+
+
 def _instance_reports(value: dict[str, Any], path: PurePosixPath) -> list[SideFact] | None:
     """One instance's test report (the instance is named by file or folder), or a map of instance to report."""
     if isinstance(value.get("resolved"), bool) and ("tests_status" in value or "patch_exists" in value):
         name = path.name.removesuffix(".json").removesuffix("report").rstrip(".") or path.parent.name
         return [SideFact(str(path), str(path.parent), name, None, _RESOLVED if value["resolved"] else _FAILED)]
-    reports = {key: report for key, report in value.items() if isinstance(get(report, "resolved"), bool)}
-    if not reports or len(reports) != len(value):
+    if not _is_report_map(value):
         return None
     return [
         SideFact(str(path), str(path.parent), key, None, _RESOLVED if report["resolved"] else _FAILED)
-        for key, report in reports.items()
+        for key, report in value.items()
     ]
 
 
@@ -116,18 +122,19 @@ def read_side_file(document: Document) -> list[SideFact] | None:
     value = document.value
     if isinstance(value, list):
         return None
-    path = PurePosixPath(document.path)
     if document.kind == "text":
         number = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*", value) if len(value) < 64 else None
-        return _reward(float(number.group(1)), path) if number else None
+        return _reward(float(number.group(1)), PurePosixPath(document.path)) if number else None
     if isinstance(value, int | float):
-        return _reward(value, path)
+        return _reward(value, PurePosixPath(document.path))
     if not isinstance(value, dict):
         return None
-    for reader in (_run_report, _instance_reports, _exit_statuses, _reward):
-        facts = reader(value, path)
-        if facts is not None:
-            return facts
+    if not _SIDE_KEYS.isdisjoint(value) or _is_report_map(value):
+        path = PurePosixPath(document.path)
+        for reader in (_run_report, _instance_reports, _exit_statuses, _reward):
+            facts = reader(value, path)
+            if facts is not None:
+                return facts
     return [] if _is_predictions(value) else None
 
 
@@ -154,9 +161,11 @@ class SideIndex:
         self, task_id: str, source_path: str, outcome: Outcome, exit_status: str | None
     ) -> tuple[Outcome, str | None]:
         """(outcome, exit status) with what the side files say. What a log itself knows from tests or rewards stays."""
+        facts = [*self._by_task.get(task_id, ()), *self._by_task.get(None, ())]
+        if not facts:
+            return outcome, exit_status
         parent = PurePosixPath(source_path).parent
         folders = [str(folder) for folder in reversed([parent, *parent.parents])]
-        facts = [*self._by_task.get(task_id, ()), *self._by_task.get(None, ())]
         ranked = sorted(
             ((rank, fact) for fact in facts if (rank := self._rank(fact, folders)) is not None),
             key=lambda pair: pair[0],
