@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 
 from benchmarks.engine_common import config_dict
-from benchmarks.engine_longcontext import floor_s
+from benchmarks.engine_floor import floor_s
 
 mpl.use("svg")
 mpl.rcParams["svg.hashsalt"] = "traceforge"

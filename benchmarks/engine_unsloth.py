@@ -1,6 +1,6 @@
 """Unsloth on the same shape, lengths and scored positions: forward + backward + optimiser step.
 
-    UNSLOTH_RETURN_LOGITS=1 HF_HUB_OFFLINE=1 python -m benchmarks.engine_unsloth OUT.jsonl 32768 65536
+    UNSLOTH_RETURN_LOGITS=1 HF_HUB_OFFLINE=1 python -m benchmarks.engine_unsloth OUT.jsonl 32768,4 65536,3
 
 Unsloth's own loader, kernels and checkpointing ("unsloth": inputs offloaded to host memory). Its own loss would need
 all logits, so the head runs at the scored positions only, in chunks, by `engine.scores`: a help to it.
@@ -24,10 +24,11 @@ from benchmarks.engine_common import (
     append_result,
     cap_device,
     config_dict,
-    machine,
     median,
     peaks,
     random_branch,
+    tiny_tokenizer,
+    warm,
 )
 from engine.memory import ALL_LINEARS
 from engine.scores import chunked_logprobs, split_head
@@ -35,61 +36,54 @@ from engine.scores import chunked_logprobs, split_head
 
 def write_random_checkpoint(folder: Path, config: dict[str, Any], device: str = "cuda") -> None:
     """bfloat16 weights, and the smallest tokenizer that loads."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
     torch.manual_seed(0)
     kind: Any = AutoConfig
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(kind.for_model(**config), dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    words = {word: index for index, word in enumerate(["<|endoftext|>", "<|im_end|>", "<|vision_pad|>", "<unk>", "a"])}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), eos_token="<|im_end|>",
-        pad_token="<|endoftext|>", unk_token="<unk>",
-    )  # fmt: skip
-    tokenizer.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     described = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 1, "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps(described))
     del model
     torch.cuda.empty_cache()
 
 
+def _case(text: str) -> tuple[int, int]:
+    tokens, steps = text.split(",")
+    return int(tokens), int(steps)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("tokens", nargs="+", type=int)
+    parser.add_argument("cases", nargs="+", type=_case, help="TOKENS,STEPS")
     parser.add_argument("--allowed-gib", type=float, default=23.5)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     from unsloth import FastLanguageModel  # pyright: ignore[reportMissingImports]
 
-    config = config_dict()
+    config, longest = config_dict(), max(n_tokens for n_tokens, _ in arguments.cases)
     folder = Path(tempfile.mkdtemp())
     write_random_checkpoint(folder, config)
     model, _ = FastLanguageModel.from_pretrained(
-        str(folder), max_seq_length=max(arguments.tokens), dtype=torch.bfloat16, load_in_4bit=True, fix_tokenizer=False
+        str(folder), max_seq_length=longest, dtype=torch.bfloat16, load_in_4bit=True, fix_tokenizer=False
     )
     shutil.rmtree(folder)
     model = FastLanguageModel.get_peft_model(
         model, r=16, lora_alpha=32, lora_dropout=0.0, bias="none", target_modules=list(ALL_LINEARS),
-        use_gradient_checkpointing="unsloth", max_seq_length=max(arguments.tokens),
+        use_gradient_checkpointing="unsloth", max_seq_length=longest,
     )  # fmt: skip
     model.train()
     cap_device(arguments.allowed_gib)
-    append_result(arguments.out, {"what": "machine", **machine(arguments.commit)})
     decoder, head = split_head(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-    for n_tokens in arguments.tokens:
+    for n_tokens, steps in arguments.cases:
         result: dict[str, Any] = {"what": "unsloth", "tokens_attended": n_tokens, "allowed_gib": arguments.allowed_gib}
         seconds = []
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
-            for step in range(arguments.steps):
+            for step in range(steps):
                 ids_1T, _, rows_P, positions_P = random_branch(n_tokens, N_SCORED, config["vocab_size"], step, "cuda")
                 torch.cuda.synchronize()
                 start = time.perf_counter()
@@ -103,9 +97,10 @@ def main() -> None:
                 optimiser.zero_grad(set_to_none=True)
                 torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - start)
-            step_s = median(seconds[1:] or seconds)
-            result |= {"positions_scored": logp_P.numel(), "step_s": round(step_s, 4), "first_step_s": seconds[0]}  # pyright: ignore[reportPossiblyUnboundVariable]
-            result |= {"tokens_per_s": round(n_tokens / step_s, 1), "steps_timed": len(seconds) - 1, **peaks()}
+            step_s = median(warm(seconds))
+            result |= {"positions_scored": N_SCORED, "step_s": round(step_s, 4), "steps_timed": len(warm(seconds))}
+            result |= {"steps_s": [round(value, 4) for value in seconds]}
+            result |= {"tokens_per_s": round(n_tokens / step_s, 1), **peaks()}
         except torch.OutOfMemoryError as error:
             result |= {"what": "unsloth failed", "error": str(error)[:300]}
         append_result(arguments.out, result)

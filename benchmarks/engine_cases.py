@@ -1,0 +1,243 @@
+"""One case of the engine benchmark: timed steps of one length in one amount of memory, and checks at that length."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine_common import N_SCORED, cap_device, median, peaks, random_branch, warm
+from engine.choose import choose_plan
+from engine.layers import LongContextScorer
+from engine.memory import GIB, Setup, predict
+from engine.plan import FIELDS, LayerPlan, MemoryPlan
+from engine.segments import one_row, scored_queries
+
+
+@dataclass(frozen=True)
+class Case:
+    """TOKENS@GIB[,steps=N][,groups=N][,stride=N][,place=device][,plan_gib=G][,profile=1]
+
+    steps: optimiser steps, each on data of its own. groups: groups of key-value heads, in place of the plan's. stride:
+    the MLP's wide projections of every so many layers on the host. place=device: what the plan keeps on the host is
+    kept on the device. plan_gib: the plan is made for so much, while the allocator may use GIB. profile: the last step
+    is profiled as well.
+    """
+
+    n_tokens: int
+    gib: float
+    text: str = ""
+    steps: int = 3
+    groups: int | None = None
+    stride: int | None = None
+    place: str = "host"
+    plan_gib: float | None = None
+    profile: bool = False
+
+
+def case_of(text: str) -> Case:
+    head, *options = text.split(",")
+    tokens, gib = head.split("@")
+    given = dict(option.split("=", 1) for option in options)
+    kinds: dict[str, Any] = {"steps": int, "groups": int, "stride": int, "place": str, "plan_gib": float}
+    kinds["profile"] = lambda value: value == "1"
+    if unknown := given.keys() - kinds.keys():
+        raise argparse.ArgumentTypeError(f"no option {', '.join(sorted(unknown))}")
+    return Case(int(tokens), float(gib), text, **{name: kinds[name](value) for name, value in given.items()})
+
+
+class Bench:
+    """A model with its scorer, ready for cases of any length."""
+
+    def __init__(self, model: Any, config: dict[str, Any], setup: Setup, device: str, host_bytes: int) -> None:
+        self.model, self.config, self.setup, self.device, self.host_bytes = model, config, setup, device, host_bytes
+        self.plans: dict[int, MemoryPlan] = {}
+        self.scorer = LongContextScorer(self.plans.__getitem__, chunk_positions=setup.chunk_positions, pack_tokens=0)
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+
+    @property
+    def n_scored(self) -> int:
+        return self.setup.n_scored
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def fresh(self, gib: float) -> None:
+        """An empty allocator, held to gib."""
+        if self.device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            cap_device(gib)
+
+    def branch(self, n_tokens: int, seed: int) -> tuple[Tensor, ...]:
+        return random_branch(n_tokens, self.n_scored, self.config["vocab_size"], seed, self.device)
+
+    def plan(self, case: Case) -> MemoryPlan:
+        allowed_bytes = int((case.plan_gib or case.gib) * GIB)
+        plan, _ = choose_plan(
+            self.config, case.n_tokens, self.setup, device_bytes=allowed_bytes, host_bytes=self.host_bytes
+        )
+        layers = list(plan.layers)
+        if case.stride is not None:
+            for index, layer in enumerate(layers):
+                place = "host" if index % case.stride == 0 else layer.gate_up if layer.gate_up == "device" else None
+                layers[index] = layer.model_copy(update={"gate_up": place or "recompute"})
+        if case.place == "device":
+            layers = [_on_device(layer) for layer in layers]
+        update = {"layers": tuple(layers), "head_groups": case.groups or plan.head_groups}
+        return plan.model_copy(update=update)
+
+
+def _on_device(layer: LayerPlan) -> LayerPlan:
+    return layer.model_copy(update={field: "device" for field in FIELDS if getattr(layer, field) == "host"})
+
+
+def plan_summary(plan: MemoryPlan) -> dict[str, Any]:
+    """Layers per place for each activation, and the sizes."""
+    counts = {
+        field: {place: sum(getattr(layer, field) == place for layer in plan.layers) for place in ("device", "host")}
+        for field in FIELDS
+    }
+    return {"tile_tokens": plan.tile_tokens, "head_groups": plan.head_groups, "layers_kept": counts}
+
+
+def n_last_rows(branch: tuple[Tensor, ...]) -> int:
+    """Rows that the last layer computes beyond keys and values."""
+    return scored_queries(one_row(branch[0].shape[1]), (branch[3] - 1).tolist()).n_rows
+
+
+def steps_of(bench: Bench, case: Case) -> Iterator[dict[str, Any]]:
+    """Forward, backward and optimiser step, `case.steps` times, each measured."""
+    optimiser = torch.optim.AdamW(bench.trained, lr=1e-5, fused=bench.device == "cuda")
+    bench.scorer.choose_backend(bench.model, case.n_tokens, torch.device(bench.device))
+    for step in range(case.steps):
+        if bench.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        branch = bench.branch(case.n_tokens, step)
+        bench.synchronize()
+        start = time.perf_counter()
+        logp_P = bench.scorer(bench.model, *branch)
+        bench.synchronize()
+        middle = time.perf_counter()
+        (-logp_P.mean()).backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        bench.synchronize()
+        end = time.perf_counter()
+        yield {
+            "forward_s": middle - start, "step_s": end - start, "finite": bool(torch.isfinite(logp_P).all()),
+            "n_scored": logp_P.numel(), "n_last_rows": n_last_rows(branch), **peaks(),
+        }  # fmt: skip
+
+
+def run_case(bench: Bench, case: Case) -> dict[str, Any]:
+    """Timed steps of one length under one plan, with the ledger beside what was allocated."""
+    bench.fresh(case.gib)
+    plan = bench.plans[case.n_tokens] = bench.plan(case)
+    records = list(steps_of(bench, case))
+    steps_s = [record["step_s"] for record in records]
+    step_s = median(warm(steps_s))
+    setup = bench.setup.model_copy(update={"n_last_rows": records[0]["n_last_rows"]})
+    ledger = predict(bench.config, case.n_tokens, plan, setup)
+    return {
+        "what": "walk",
+        "tokens_attended": case.n_tokens,
+        "positions_scored": records[0]["n_scored"],
+        "allowed_gib": case.gib,
+        "step_s": round(step_s, 4),
+        "forward_s": round(median(warm([record["forward_s"] for record in records])), 4),
+        "steps_s": [round(seconds, 4) for seconds in steps_s],
+        "tokens_per_s": round(case.n_tokens / step_s, 1),
+        "steps_timed": len(warm(steps_s)),
+        **{key: max(record[key] for record in records) for key in ("allocated_gib", "reserved_gib")},
+        "ledger_gib": round(ledger.peak_device_bytes / GIB, 3),
+        "ledger_moment": ledger.peak_moment,
+        "host_gib": round(bench.scorer.host_bytes / GIB, 2),
+        "host_plan_gib": round(ledger.host_bytes / GIB, 2),
+        "n_last_rows": records[0]["n_last_rows"],
+        "attention": bench.scorer.backend.name if bench.scorer.backend else None,
+        "finite": all(record["finite"] for record in records),
+        "plan": plan_summary(plan),
+    }
+
+
+def first_token_check(bench: Bench, n_tokens: int, gib: float) -> dict[str, Any]:
+    """Whether the first token of a branch changes the score of its last one, at full length; forward only.
+
+    The same branch twice gives the same score to the last bit, so that any difference is the first token's.
+    """
+    bench.fresh(gib)
+    case = Case(n_tokens, gib)
+    bench.plans[n_tokens] = bench.plan(case)
+    ids_1T, mask_1T, rows_P, positions_P = bench.branch(n_tokens, 0)
+    other_1T = ids_1T.clone()
+    other_1T[0, 0] = (other_1T[0, 0] + 1) % bench.config["vocab_size"]
+    scores = []
+    with torch.no_grad():
+        for ids in (ids_1T, ids_1T, other_1T):
+            scores.append(bench.scorer(bench.model, ids, mask_1T, rows_P, positions_P))
+    last = [float(score[-1]) for score in scores]
+    return {
+        "what": "first token",
+        "tokens_attended": n_tokens,
+        "positions_scored": int(positions_P.numel()),
+        "last_position": int(positions_P.max()),
+        "logp_of_last": last[0],
+        "change_when_repeated": float((scores[1] - scores[0]).abs().max()),
+        "change_of_last_by_first_token": last[2] - last[0],
+        "positions_changed": int((scores[2] != scores[0]).sum()),
+    }
+
+
+def idle_of_step(bench: Bench, n_tokens: int) -> dict[str, Any]:
+    """One profiled step: for how much of it no kernel ran, and how long copies to and from the host took beside them.
+
+    The plan must have been used by a case before. What a compute stream waits for copies is part of its idle time.
+    """
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        (-bench.scorer(bench.model, *bench.branch(n_tokens, 99)).mean()).backward()
+        torch.cuda.synchronize()
+    for parameter in bench.trained:
+        parameter.grad = None
+    spans: list[tuple[int, int]] = []
+    copied_ns = {"DtoH": 0, "HtoD": 0}
+    kernels_ns: dict[str, int] = {}
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.device_type().name != "CUDA" or event.duration_ns() == 0:
+            continue
+        name = event.name()
+        if name.startswith("Memcpy"):
+            for direction in copied_ns:
+                copied_ns[direction] += event.duration_ns() * (direction in name)
+        elif not name.startswith("Memset"):
+            spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+            kernels_ns[name] = kernels_ns.get(name, 0) + event.duration_ns()
+    spans.sort()
+    busy_ns, end_ns = 0, spans[0][0]
+    for start_ns, stop_ns in spans:
+        busy_ns += max(0, stop_ns - max(start_ns, end_ns))
+        end_ns = max(end_ns, stop_ns)
+    whole_ns = end_ns - spans[0][0]
+    largest = sorted(kernels_ns.items(), key=lambda item: -item[1])[:24]
+    return {
+        "what": "idle",
+        "tokens_attended": n_tokens,
+        "step_s": round(whole_ns / 1e9, 3),
+        "kernels_s": round(busy_ns / 1e9, 3),
+        "idle_share": round(1 - busy_ns / whole_ns, 4),
+        "copies_out_s": round(copied_ns["DtoH"] / 1e9, 3),
+        "copies_in_s": round(copied_ns["HtoD"] / 1e9, 3),
+        "largest_kernels_ms": {name[:90]: round(ns / 1e6, 1) for name, ns in largest},
+    }
+
+
+def setup_of(dry: bool) -> Setup:
+    return Setup(base="fp32", align=1, n_scored=64) if dry else Setup(base="nf4", n_scored=N_SCORED)
