@@ -5,11 +5,12 @@ Every trainer takes a scorer (`engine.scores`) and does not care which; the repo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -29,14 +30,16 @@ from engine.budget import (
     training_plan,
     unlimited_plan,
 )
+from engine.choose import longest_branch
 from engine.collectives import Group
 from engine.data import BranchTable
 from engine.host_memory import host_limits
-from engine.layers import LongContextScorer
+from engine.layers import PACK_TOKENS, LongContextScorer
 from engine.memory import GIB, Ledger, Setup
 from engine.plan import MemoryPlan
 from engine.scores import Scorer, token_logprobs
 from schemas.config import LoraConfig, ModelConfig, OptimizerConfig
+from schemas.errors import UserError
 from schemas.spec import TrainSpec
 
 PLANNED_LENGTHS = 32
@@ -58,23 +61,38 @@ class Engine:
     budget: Budget | None = None
     """Of this rank; None off the GPU."""
     host_bytes: int = 0
-    """What the branch that keeps most on the host needs there."""
+    """What the branch, or pack of branches, that keeps most on the host needs there."""
 
     @property
     def planned(self) -> StagePlan:
         return StagePlan(self.name, self.longest_tokens, self.ledger, self.model_config, self.setup, self.budget)
 
-    def pin_host(self, device: torch.device) -> None:
+    def longest_pair(self) -> int:
+        """Most tokens of a pair, its common prefix counted once, that the long-context engine holds in one walk."""
+        if self.setup is None or self.budget is None:
+            return 2**31
+        setup = self.setup.model_copy(update={"several_blocks": True})
+        device_bytes, host_bytes = self.budget
+        return longest_branch(self.model_config, setup, device_bytes=device_bytes, host_bytes=host_bytes)
+
+    def pin_host(self, device: torch.device, pair_tokens: int = 0) -> None:
         """Pins the host buffer once, before step 1: growing it with every longer branch would pin it many times.
+
+        Args:
+            pair_tokens: of the longest pair that is walked whole, its common prefix counted once.
 
         Raises:
             HostMemoryError: the host refuses.
         """
-        if not isinstance(self.scorer, LongContextScorer) or not self.host_bytes:
+        n_bytes = self.host_bytes
+        if pair_tokens and self.setup is not None and self.budget is not None:
+            setup = self.setup.model_copy(update={"several_blocks": True})
+            n_bytes = max(n_bytes, training_plan(self.model_config, pair_tokens, setup, self.budget)[1].host_bytes)
+        if not isinstance(self.scorer, LongContextScorer) or not n_bytes:
             return
         limit, started_s = host_limits()[0], time.monotonic()
-        print(f"host memory: {self.host_bytes / GIB:.1f} GiB to pin, {limit.available_bytes / GIB:.1f} are free")
-        self.scorer.reserve_host(self.host_bytes, device)
+        print(f"host memory: {n_bytes / GIB:.1f} GiB to pin, {limit.available_bytes / GIB:.1f} are free")
+        self.scorer.reserve_host(n_bytes, device)
         print(f"host memory: pinned in {time.monotonic() - started_s:.1f} s", flush=True)
 
     def settings(self, base: Any) -> dict[str, str]:
@@ -90,7 +108,8 @@ class Engine:
         if self.host_bytes:
             found["reserved_host_gib"] = f"{self.host_bytes / GIB:.2f}"
         if torch.cuda.is_available():
-            found["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", "PyTorch's defaults")
+            names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+            found["allocator"] = next((os.environ[name] for name in names if name in os.environ), "PyTorch's defaults")
         return found
 
 
@@ -127,6 +146,15 @@ def _lora_of(spec: TrainSpec) -> LoraConfig:
         return LoraConfig()
     widest = max(stored, key=lambda config: config["r"] * len(config["target_modules"]))
     return LoraConfig(r=widest["r"], target_modules=tuple(widest["target_modules"]))
+
+
+def _pack_tokens(planned: Callable[[int], object]) -> int:
+    """Tokens up to which short branches are packed: the most, by halves, whose plan fits; 0 where none does."""
+    for halvings in range(4):
+        with contextlib.suppress(UserError):
+            planned(PACK_TOKENS >> halvings)
+            return PACK_TOKENS >> halvings
+    return 0
 
 
 def open_engine(
@@ -173,14 +201,21 @@ def open_engine(
     plan_and_ledger = scoring_plan if optimizer is None else training_plan
 
     @lru_cache
-    def planned(length: int) -> tuple[MemoryPlan, Ledger]:
-        return plan_and_ledger(config, length, setup, budget)
+    def planned(length: int, several_blocks: bool = False) -> tuple[MemoryPlan, Ledger]:
+        return plan_and_ledger(config, length, setup.model_copy(update={"several_blocks": several_blocks}), budget)
 
     _, ledger = planned(longest)
+    pack_tokens = _pack_tokens(lambda length: planned(length, several_blocks=True))
     host_bytes = 0
     if optimizer is not None:
         lengths = sorted({n_tokens[rows[name]] for name in names}, reverse=True)
         some = lengths[:: math.ceil(len(lengths) / PLANNED_LENGTHS)]
         host_bytes = max(planned(length)[1].host_bytes for length in some)
-    scorer = LongContextScorer(lambda length: planned(length)[0])
+        if pack_tokens:
+            host_bytes = max(host_bytes, planned(pack_tokens, several_blocks=True)[1].host_bytes)
+    scorer = LongContextScorer(
+        lambda length: planned(length)[0],
+        packed_plan_for=lambda length: planned(length, several_blocks=True)[0],
+        pack_tokens=pack_tokens,
+    )
     return Engine(name, why, scorer, longest, ledger, config, setup, budget, host_bytes)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ AFTER_FAILURE_S = 20.0
 
 STOP_GRACE_S = 30.0
 """How long a cancelled group may take to save a checkpoint."""
+
+ALLOCATOR = "expandable_segments:True"
+"""PyTorch's setting for GPU memory: pieces of any size share one growing range, so none is left too small to use."""
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
@@ -93,15 +96,10 @@ def launch(spec_path: Path, *, n_processes: int = 1, log: Log | None = None, tim
     out = spec_path.parent
     for stale in out.glob("error-rank*.json"):
         stale.unlink()
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_processes)))
-    # waiting threads that spin cost twice the CPU time as soon as something else runs on the machine
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    environment["HF_HUB_OFFLINE"] = "1"  # everything a spec names is a local file
     process = subprocess.Popen(
         _command(spec_path, n_processes),
         cwd=_REPOSITORY,
-        env=environment,
+        env=environment_of(os.environ, n_processes),
         stdin=subprocess.PIPE,  # closes when this process dies, which is how the ranks notice
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -114,6 +112,16 @@ def launch(spec_path: Path, *, n_processes: int = 1, log: Log | None = None, tim
         _stop_tree(process, STOP_GRACE_S if sys.exc_info()[0] is not None else 0.0)
     if exit_code != 0 or not (out / "report.json").is_file():
         raise _root_cause(out, failures, exit_code, tail)
+
+
+def environment_of(own: Mapping[str, str], n_processes: int) -> dict[str, str]:
+    """The environment of the ranks: this process's own, completed where it says nothing."""
+    threads = max(1, (os.cpu_count() or 1) // n_processes)
+    # waiting threads that spin cost twice the CPU time as soon as something else runs on the machine
+    environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    if "PYTORCH_CUDA_ALLOC_CONF" not in own:  # its earlier name
+        environment["PYTORCH_ALLOC_CONF"] = ALLOCATOR
+    return environment | dict(own) | {"HF_HUB_OFFLINE": "1"}  # everything a spec names is a local file
 
 
 def _command(spec_path: Path, n_processes: int) -> list[str]:
