@@ -93,15 +93,19 @@ def _norm_rope_backward_kernel(
     is_query, is_value = slot < Q_HEADS, slot >= Q_HEADS + K_HEADS
     if is_query:
         source = grad_q + token[:, None] * q_token + slot * q_head + lane[None, :]
+        first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
         column = q_column + slot * 2 * HALF
     elif is_value:
-        source = grad_v + token[:, None] * v_token + (slot - Q_HEADS - K_HEADS) * v_head + lane[None, :]
+        source_v = grad_v + token[:, None] * v_token + (slot - Q_HEADS - K_HEADS) * v_head + lane[None, :]
+        first = tl.load(source_v, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source_v + HALF, mask=inside, other=0.0).to(tl.float32)
         column = v_column + (slot - Q_HEADS - K_HEADS) * 2 * HALF
     else:
-        source = grad_k + token[:, None] * k_token + (slot - Q_HEADS) * k_head + lane[None, :]
+        source_k = grad_k + token[:, None] * k_token + (slot - Q_HEADS) * k_head + lane[None, :]
+        first = tl.load(source_k, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source_k + HALF, mask=inside, other=0.0).to(tl.float32)
         column = k_column + (slot - Q_HEADS) * 2 * HALF
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     target = packed + token[:, None] * packed_stride + column + lane[None, :]
     if not is_value:
         angle = token[:, None] * HALF + lane[None, :]

@@ -83,6 +83,34 @@ def check_dequantisation() -> None:
     assert torch.equal(out, functional.dequantize_4bit(packed, state))
 
 
+@pytest.mark.parametrize("grad_k", ["*bf16", "*fp32"])
+def test_triton_kernels_compile_for_a_gpu(grad_k: str) -> None:
+    """To machine code of an H100/H200, from bfloat16; attention in blocks gives dk and dv in float32, beside dq.
+
+    The interpreter does not see a mismatch of types.
+    """
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from engine import kernels_triton
+
+    bf16, wide = "*bf16", {"cos": "*fp32", "sin": "*fp32", "table": "*fp32", "scales": "*fp32", "eps": "fp32"}
+    tensors = dict.fromkeys(("packed", "q_norm", "k_norm", "grad_q", "x", "weight", "out", "residual"), bf16)
+    tensors |= dict.fromkeys(("grad", "gate_up"), bf16) | {"grad_k": grad_k, "grad_v": grad_k, "codes": "*u8"} | wide
+    rope = {"Q_HEADS": 4, "K_HEADS": 1, "HALF": 64, "NORMED": True, "TOKENS": 32}
+    constants = {
+        "_rms_norm_kernel": {"BLOCK": 4096}, "_rms_norm_backward_kernel": {"BLOCK": 4096},
+        "_norm_rope_kernel": rope, "_norm_rope_backward_kernel": rope, "_swiglu_kernel": {"BLOCK": 2048},
+        "_swiglu_backward_kernel": {"BLOCK": 2048}, "_dequantise_4bit_kernel": {"BYTES": 1024},
+    }  # fmt: skip
+    for name, values in constants.items():
+        kernel = getattr(kernels_triton, name)
+        signature = {n: "constexpr" if n in values else tensors.get(n, "i32") for n in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+        assert "cubin" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+
+
 def test_triton_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-o", "python_functions=check_*", __file__]
