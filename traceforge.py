@@ -169,15 +169,17 @@ def plan(
     tokens: Annotated[int, typer.Option(min=1, help="length of the branch")] = 81_920,
     scored: Annotated[int, typer.Option(min=1, help="how many of them are scored")] = 4_096,
     gpu_gib: Annotated[float, typer.Option(min=0.1, help="memory of one GPU that may be used")] = 23.5,
-    host_gib: Annotated[float, typer.Option(min=0.1, help="host memory to offload to")] = 64.0,
+    host_gib: Annotated[float, typer.Option(min=0.1, help="host memory to offload to, of all GPUs")] = 64.0,
+    gpus: Annotated[int, typer.Option(min=1, help="how many GPUs share the pairs of a step")] = 1,
+    shared: Annotated[int, typer.Option(min=0, help="tokens that both branches of a pair begin with")] = 0,
     json: Json = False,
 ) -> None:
-    """Predicts the memory of a branch, component by component. Reads a model's config alone; trains nothing."""
+    """Predicts memory, component by component, and who does what. Reads a model's config alone; trains nothing."""
     from schemas.load import load_config
     from tasks.plan import plan_memory
 
-    limits = {"n_tokens": tokens, "n_scored": scored, "device_gib": gpu_gib, "host_gib": host_gib}
-    report = plan_memory(load_config(config, set_), model=model, **limits)
+    lengths, limits = {"n_tokens": tokens, "n_scored": scored, "n_shared": shared}, (gpu_gib, host_gib, gpus)
+    report = plan_memory(load_config(config, set_), *limits, model=model, **lengths)
     emit(report, json, report.text())
 
 
