@@ -39,15 +39,18 @@ class CostModel(NamedTuple):
     n_linear_weights: int
     recomputes: bool
     """Whether backward repeats the forward's linears (layer checkpointing, or the long-context walk)."""
+    in_blocks: bool = False
+    """Whether a pass over both tails of a pair computes visible pairs of tokens only (the long-context walk)."""
 
     def branch(self, n_tokens: int, n_scored: int) -> BranchCost:
         """One branch on its own."""
         return self._cost(n_tokens, n_tokens * n_tokens / 2, n_scored)
 
     def packed(self, n_prefix: int, n_chosen_tail: int, n_rejected_tail: int, n_scored: int) -> BranchCost:
-        """Prefix and both tails in one pass. The block mask is dense, so no part of the square is saved."""
-        n_tokens = n_prefix + n_chosen_tail + n_rejected_tail
-        return self._cost(n_tokens, float(n_tokens * n_tokens), n_scored)
+        """Prefix and both tails in one pass; under a dense block mask no part of the square is saved."""
+        n_tokens, n_chosen = n_prefix + n_chosen_tail + n_rejected_tail, n_prefix + n_chosen_tail
+        seen = n_chosen * n_chosen / 2 + n_rejected_tail * (n_prefix + n_rejected_tail / 2)
+        return self._cost(n_tokens, seen if self.in_blocks else float(n_tokens * n_tokens), n_scored)
 
     def _cost(self, n_tokens: int, attended: float, n_scored: int) -> BranchCost:
         linears = 2.0 * self.n_linear_weights * n_tokens
@@ -57,7 +60,7 @@ class CostModel(NamedTuple):
         return BranchCost(linears + attention + head, linears + ATTENTION_BACKWARD * attention + 2 * head + again)
 
 
-def cost_model(config: Mapping[str, Any], *, recomputes: bool) -> CostModel:
+def cost_model(config: Mapping[str, Any], *, recomputes: bool, in_blocks: bool = False) -> CostModel:
     """The cost model of a transformers config (as a dict) of the Llama, Mistral, Qwen2 or Qwen3 family."""
     sizes = dimensions(config, Setup(base="fp32", align=1))
     per_layer = sizes.hidden_size * (sizes.qkv_size + sizes.query_size + 3 * sizes.mlp_size)
@@ -68,4 +71,5 @@ def cost_model(config: Mapping[str, Any], *, recomputes: bool) -> CostModel:
         vocab_size=sizes.vocab_size,
         n_linear_weights=sizes.n_layers * per_layer,
         recomputes=recomputes,
+        in_blocks=in_blocks,
     )

@@ -107,7 +107,7 @@ class LongContextScorer:
         gap_tokens: int = WINDOW_GAP_TOKENS,
     ) -> None:
         self._plan_for, self._packed_plan_for = plan_for, packed_plan_for or plan_for
-        self._pack_tokens, self._chunk_positions, self._gap_tokens = pack_tokens, chunk_positions, gap_tokens
+        self.pack_tokens, self._chunk_positions, self._gap_tokens = pack_tokens, chunk_positions, gap_tokens
         self._pools: list[HostPool] = []
         self.backend: AttentionBackend | None = None
         self.probe_s: dict[str, float] = {}
@@ -145,6 +145,10 @@ class LongContextScorer:
         """logp_P in nats of the sequence's targets; UserError for models that the walk does not cover."""
         layout, device = sequence.layout, sequence.input_ids_T.device
         check_model(model, max(s.first_position + s.stop - s.start for s in layout.segments))
+        if not layout.is_one_row and not can_pack(model):
+            raise UserError(
+                "rotary embeddings that depend on the length allow one branch at a time", fix='use plan "auto"'
+            )
         parameters = _trained_parameters(model) if torch.is_grad_enabled() else []
         pool = self._free_pool(device) if parameters else None
         backend = self.choose_backend(model, layout.n_tokens, device)
@@ -164,7 +168,7 @@ class LongContextScorer:
     ) -> Tensor:
         """logp_P in nats; errors as `engine.scores.token_logprobs`, UserError for models the walk does not cover."""
         check_positions(input_ids_BT, rows_P, positions_P)
-        pack_tokens = self._pack_tokens if can_pack(model) else 0
+        pack_tokens = self.pack_tokens if can_pack(model) else 0
         pieces, order = [], []
         kept_BT = attention_mask_BT.bool()
         place_BT, n_tokens_B = kept_BT.cumsum(1) - 1, kept_BT.sum(1).tolist()

@@ -46,7 +46,7 @@ from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 
 MAX_PACKED_TOKENS = 16_384
-"""On a GPU: the longest pass over both tails of a pair; its block mask grows with the square."""
+"""On a GPU, in the plain engine: the longest pass over both tails of a pair; its block mask grows with the square."""
 
 
 def loss_of(config: SimpoConfig) -> losses.PairLossFunction:
@@ -76,12 +76,12 @@ def _max_packed_tokens(config: SimpoConfig, engine: Engine, dropout: float, grou
     """
     sizes = engine.model_config
     problem = None
-    if engine.name != "plain":
-        problem = f"engine {engine.name} scores one branch at a time"
-    elif dropout > 0:
+    if dropout > 0:
         problem = "under dropout the two branches of a pair draw different masks over their common prefix"
     elif sizes.get("sliding_window") is not None and sizes.get("use_sliding_window", True):
         problem = "the model attends within a sliding window"
+    if problem is None and engine.name == "long_context":
+        return engine.longest_pair()
     if problem is None:
         return MAX_PACKED_TOKENS if group.device.type == "cuda" else 2**31
     if config.plan == "shared_prefix":
@@ -181,10 +181,10 @@ def _load(
     """Model, adapter and reference scores, in a trainer without callbacks; the ranks have met when it returns."""
     base = load_base(spec.model, spec.base, group.device, engine.longest_tokens)
     model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
-    engine.pin_host(group.device)
     join(group)
     checkpointing = engine.name == "plain" and group.device.type == "cuda"
-    cost = cost_model(base.config.to_dict(), recomputes=checkpointing or engine.name == "long_context")
+    walked = engine.name == "long_context"
+    cost = cost_model(base.config.to_dict(), recomputes=checkpointing or walked, in_blocks=walked)
     kind = losses.LOSSES[config.loss]
     references: dict[str, float] = {}
     if kind.needs_reference:
@@ -194,6 +194,9 @@ def _load(
     pairs = Pairs(rows, branches, loss_of(config), kind, references)
     dropout = float(model.peft_config["default"].lora_dropout)  # type: ignore[attr-defined]
     max_packed_tokens = _max_packed_tokens(config, engine, dropout, group)
+    shares = walked and config.plan in ("auto", "shared_prefix")
+    packed = [pairs.packed_tokens(index) for index in range(len(pairs))] if shares else []
+    engine.pin_host(group.device, max((n for n in packed if n <= max_packed_tokens), default=0))
     settings = trainer_settings(
         out,
         config.optimizer,

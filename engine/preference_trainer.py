@@ -84,14 +84,21 @@ class Pairs:
             references_2N=torch.tensor(references, dtype=torch.float64),
         )
 
+    def packed_tokens(self, index: int) -> int:
+        """Tokens of both branches, their common prefix counted once."""
+        chosen, rejected = self.branch(index, "chosen"), self.branch(index, "rejected")
+        n_shared = common_prefix(chosen.token_ids_T, rejected.token_ids_T)
+        return chosen.n_tokens + rejected.n_tokens - n_shared
+
     def cost(self, index: int, model: CostModel, max_packed_tokens: int) -> PairCost:
         """Predicted cost; without the shared pass when its packed length is above the limit."""
         chosen, rejected = self.branch(index, "chosen"), self.branch(index, "rejected")
         n_scored = [len(chosen.positions_P), len(rejected.positions_P)]
-        n_shared = common_prefix(chosen.token_ids_T, rejected.token_ids_T)
+        n_packed = self.packed_tokens(index)
+        n_shared = chosen.n_tokens + rejected.n_tokens - n_packed
         tails = chosen.n_tokens - n_shared, rejected.n_tokens - n_shared
         shared = None
-        if n_shared + sum(tails) <= max_packed_tokens:
+        if n_packed <= max_packed_tokens:
             shared = model.packed(n_shared, *tails, sum(n_scored)).total
         return PairCost(
             model.branch(chosen.n_tokens, n_scored[0]), model.branch(rejected.n_tokens, n_scored[1]), shared
@@ -127,7 +134,8 @@ class _Window:
 
     def score_shared(self, place: int) -> list[Tensor]:
         chosen, rejected = (self.pairs.branch(self.indices[place], side) for side in SIDES)
-        logps = shared_prefix_logprobs(self.trainer.policy, chosen, rejected, self.trainer.group.device)
+        trainer = self.trainer
+        logps = shared_prefix_logprobs(trainer.policy, chosen, rejected, trainer.group.device, trainer.scorer)
         return [self._mean(branch, logp_P) for branch, logp_P in zip((chosen, rejected), logps, strict=True)]
 
     def loss(self, place: int, chosen_1: Tensor, rejected_1: Tensor) -> PairLoss:

@@ -14,8 +14,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from engine import evaluate, loading, preference, sft
 from engine.budget import Budget, choose_engine, scoring_plan, training_plan
+from engine.choose import longest_branch
 from engine.collectives import Group
 from engine.data import BranchTable
+from engine.layers import PACK_TOKENS, LongContextScorer
 from engine.memory import GIB, Setup
 from engine.scorers import open_engine
 from engine.scores import token_logprobs
@@ -58,6 +60,17 @@ def test_preference_stage_gives_the_same_adapter_with_both_engines(spec: TrainSp
         report = preference.train(with_engine(spec, engine), spec.simpo, Group(), tmp_path / engine, Stop())
         assert report.settings["engine"] == f"{engine} (as configured)"
         assert report.settings["attention"] == {"plain": "sdpa", "long_context": "math"}[engine]
+    assert difference(tmp_path / "long_context", tmp_path / "plain") < 1e-9
+
+
+def test_shared_prefix_in_the_long_context_engine_gives_the_same_adapter(tmp_path: Path) -> None:
+    """Pairs behind their common prefix, walked in blocks, against two branches a pair in the plain engine (2e-15)."""
+    config = SimpoConfig(optimizer=OPTIMIZER, plan="sequential", accumulation=2, epochs=2)
+    spec = simpo_spec(tmp_path / "inputs", config, n_pairs=4, n_heldout=3, shared_prefix=True)
+    shared = config.model_copy(update={"plan": "shared_prefix"})
+    for engine, run in (("plain", config), ("long_context", shared)):
+        report = preference.train(with_engine(spec, engine), run, Group(), tmp_path / engine, Stop())
+        assert ("behind their shared prefix" in report.plan) == (engine == "long_context")
     assert difference(tmp_path / "long_context", tmp_path / "plain") < 1e-9
 
 
@@ -121,6 +134,24 @@ def test_over_budget_is_refused_before_the_model_is_loaded(
     assert engine.ledger is not None
     assert engine.ledger.n_tokens == branches["good-3"].n_tokens == engine.longest_tokens
     assert engine.ledger.peak_device_bytes < GIB
+
+
+def test_packs_and_pairs_are_planned_with_their_blocks(spec: TrainSpec) -> None:
+    """Blocks take memory of their own: a pair's tokens are fewer than one branch's, packs shrink with the budget."""
+    branches, run = BranchTable(spec.branches), with_engine(spec, "long_context")
+    found = []
+    for device_bytes in (72 * 2**20, 80 * 2**20, GIB):
+        engine = open_engine(
+            run, branches, ["good-3"], Group(), optimizer=OPTIMIZER, accumulating=True,
+            budget=Budget(device_bytes=device_bytes, host_bytes=GIB),
+        )  # fmt: skip
+        assert isinstance(engine.scorer, LongContextScorer)
+        found.append(engine.scorer.pack_tokens)
+        assert engine.setup is not None
+        pair, one = engine.longest_pair(), engine.setup
+        assert pair <= longest_branch(engine.model_config, one, device_bytes=device_bytes, host_bytes=GIB)
+    assert found == sorted(found)
+    assert found[0] < found[-1] == PACK_TOKENS
 
 
 def test_longest_that_fits_is_named_and_fits() -> None:
