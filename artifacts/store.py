@@ -34,10 +34,13 @@ class DigestedFile:
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=1 << 20)
         self._digest = hashlib.sha256()
+        self.n_bytes = 0
 
     def write(self, data: Buffer) -> int:
         self._digest.update(data)
-        return self._file.write(data)
+        n_bytes = self._file.write(data)
+        self.n_bytes += n_bytes
+        return n_bytes
 
     def flush(self) -> None:
         self._file.flush()
@@ -102,6 +105,14 @@ def write_atomically(path: Path, text: str) -> None:
     _fsync(path.parent)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for a finished file, or a copy where the disk allows no second name."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 class Store:
     """A folder of payloads. Safe for several processes: equal content has an equal path, and moves are atomic."""
 
@@ -115,6 +126,9 @@ class Store:
                 where=self.root,
                 fix="set `store` to a writable folder",
             ) from error
+
+    def _target(self, kind: Kind, sha256: str, name: str) -> Path:
+        return self.root / kind / sha256[:16] / name
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
@@ -137,7 +151,7 @@ class Store:
         if not path.exists():
             raise ArtifactError(f"{path}: nothing to store")
         sha256, n_bytes = (sha256, path.stat().st_size) if sha256 else payload_digest(path)
-        target = self.root / kind / sha256[:16] / path.name
+        target = self._target(kind, sha256, path.name)
         ref = Ref(
             kind=kind,
             path=str(target),
@@ -158,6 +172,18 @@ class Store:
         os.replace(path, target)
         _fsync(target.parent)
         return ref
+
+    def find(
+        self, kind: Kind, name: str, sha256: str, *, n_rows: int | None = None, schema_version: int = 1
+    ) -> Ref | None:
+        """The reference of a payload that was added before, verified; None when it is gone or altered."""
+        target = self._target(kind, sha256, name)
+        found, n_bytes = payload_digest(target) if target.exists() else ("", 0)
+        if found != sha256:
+            return None
+        return Ref(
+            kind=kind, path=str(target), sha256=sha256, n_bytes=n_bytes, n_rows=n_rows, schema_version=schema_version
+        )
 
     def refer(self, path: Path, kind: Kind) -> Ref:
         """A reference to a folder that stays where it is (a model of many gigabytes); digested by listing.

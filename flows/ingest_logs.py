@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from artifacts.cards import card, summary
-from artifacts.store import Store
+from artifacts.store import Store, link_or_copy
 from schemas.base import Frozen
 from schemas.config import SourceConfig
 from schemas.errors import UserError
@@ -36,10 +36,7 @@ def _put(source: Path, target: Path) -> None:
     """The same bytes at `target`, which a reader sees whole or not at all; a second name where the disk allows it."""
     temporary = target.with_name(f".{target.name}.new")
     temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
+    link_or_copy(source, temporary)
     os.replace(temporary, target)
 
 

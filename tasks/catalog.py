@@ -1,7 +1,7 @@
 """What was read on earlier nights: which file holds which runs, and where their rows lie. SQLite beside the store.
 
-Rows lie in segments, Arrow files written once. A file whose size and times are unchanged is not opened again; a removed
-file simply is not asked for. Everything here can be deleted: it is then read anew.
+Rows lie in segments, Arrow streams written once. A file whose size and times are unchanged is not opened again; a
+removed file simply is not asked for. Everything here can be deleted: it is then read anew.
 """
 
 import sqlite3
@@ -14,6 +14,7 @@ from pathlib import Path
 import orjson
 
 from tasks.input_files import InputFile
+from tasks.segments import Place, Segment
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -26,6 +27,10 @@ CREATE TABLE IF NOT EXISTS runs (
     n_messages INTEGER, n_turns INTEGER, n_calls INTEGER, n_observations INTEGER, n_unpaired INTEGER, n_chars INTEGER,
     tail TEXT, PRIMARY KEY (file, seq)
 );
+CREATE TABLE IF NOT EXISTS segments (
+    name TEXT PRIMARY KEY, n_rows INTEGER NOT NULL, n_bytes INTEGER NOT NULL, sha256 TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS tables (plan TEXT PRIMARY KEY, n_rows INTEGER NOT NULL, sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS openings (digest TEXT, file TEXT, seq INTEGER);
 CREATE INDEX IF NOT EXISTS openings_by_digest ON openings (digest);
 CREATE INDEX IF NOT EXISTS openings_by_file ON openings (file);
@@ -205,9 +210,56 @@ class Catalog:
             )
         )
 
-    def segments(self) -> set[str]:
-        """Names of the segments that some run still lies in."""
-        return {name for (name,) in self._db.execute("SELECT DISTINCT segment FROM runs")}
+    def segments(self) -> dict[str, Segment]:
+        return {name: Segment(name, *values) for name, *values in self._db.execute("SELECT * FROM segments")}
+
+    def put_segment(self, segment: Segment) -> None:
+        """Records a segment, or how far it has been written."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?)",
+            (segment.name, segment.n_rows, segment.n_bytes, segment.sha256),
+        )
+
+    def forget_segment(self, name: str) -> None:
+        """Forgets a segment, with the files that have a row in it: they are read anew."""
+        for (file,) in self._db.execute("SELECT DISTINCT file FROM runs WHERE segment = ?", (name,)).fetchall():
+            self.forget(file)
+        self._db.execute("DELETE FROM segments WHERE name = ?", (name,))
+
+    def mostly_dead_segments(self) -> list[str]:
+        """Segments of which less than half of the rows are still some file's."""
+        rows = self._db.execute(
+            "SELECT name FROM segments LEFT JOIN runs ON runs.segment = name "
+            "GROUP BY name HAVING count(runs.file) * 2 < n_rows"
+        )
+        return [name for (name,) in rows]
+
+    def places(self) -> Iterator[Place]:
+        """Where the rows of the table lie, in order."""
+        for row in self._db.execute(
+            "SELECT segment, row, kept.status, kept.source, kept.score, kept.exit_status "
+            "FROM kept JOIN runs ON runs.rowid = run ORDER BY place"
+        ):
+            yield Place(*row)
+
+    def finished_segment(self) -> Segment | None:
+        """The segment that is the table as it lies there: all its rows stay, in order, and say what the table says."""
+        joined = " AND ".join(f"kept.{name} IS runs.{name}" for name in _JOINED)
+        row = self._db.execute(
+            f"SELECT segments.* FROM segments WHERE sha256 != '' AND n_rows = (SELECT count(*) FROM kept) "
+            f"AND n_rows = (SELECT count(*) FROM kept JOIN runs ON runs.rowid = run "
+            f"WHERE segment = name AND row = place - 1 AND {joined})"
+        ).fetchone()
+        return None if row is None else Segment(*row)
+
+    def known_table(self, plan: str) -> tuple[int, str] | None:
+        """(number of rows, sha256) of the table that was made by a plan."""
+        return self._db.execute("SELECT n_rows, sha256 FROM tables WHERE plan = ?", (plan,)).fetchone()
+
+    def put_table(self, plan: str, n_rows: int, sha256: str) -> None:
+        """Records the newest table; earlier ones are forgotten."""
+        self._db.execute("DELETE FROM tables")
+        self._db.execute("INSERT INTO tables VALUES (?, ?, ?)", (plan, n_rows, sha256))
 
     def forget_missing(self) -> None:
         """Forgets files that nobody asked for and that are on disk no more."""

@@ -1,9 +1,11 @@
 """Reading half of ingestion: files -> runs, redacted, in segments that the catalog knows."""
 
+import gc
 import posixpath
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -12,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 from msgspec.structs import replace
 
+from artifacts.store import DigestedFile
 from schemas.config import SourceConfig
 from schemas.tables import TRAJECTORIES
 from tasks.archives import Unreadable, file_documents
@@ -20,15 +23,15 @@ from tasks.columns import record_batch
 from tasks.documents import dataset_documents, store_documents
 from tasks.input_files import DigestBook, InputFile
 from tasks.redact import redact
+from tasks.segments import ROWS_PER_BATCH, Segment
 from tasks.sources import Adapter, Document, SourceError, find_adapter, load_document
 from tasks.sources.base import digest
 from tasks.sources.draft import Run
 from tasks.sources.side_files import SideFact, read_side_file
 
-ROWS_PER_BATCH = 16
-_RUNS_PER_SEGMENT = 4096
-_CHARS_PER_SEGMENT = 64 << 20
-_BUFFER_BYTES = 1 << 20  # a batch is written in a hundred pieces, most of them small
+_RECORDED_RUNS = 4096
+_RECORDED_CHARS = 64 << 20
+"""After so many the catalog is brought up to date: an interrupted night loses no more."""
 
 
 @dataclass
@@ -171,45 +174,52 @@ def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapte
 
 
 class SegmentWriter:
-    """Reads files one after another and records each in the catalog once its rows are safe in a segment."""
+    """Reads files one after another into one segment, and records each in the catalog once its rows are safe."""
 
     def __init__(
         self, folder: Path, config: SourceConfig, catalog: Catalog, digests: DigestBook, done: Callable[[], None]
     ) -> None:
         self.folder, self.config, self.catalog, self.digests, self.done = folder, config, catalog, digests, done
-        self._finished: list[tuple[InputFile, _Read]] = []
+        self.name = f"{uuid.uuid4().hex}.arrow"
+        self._n_read = self._n_written = self._n_recorded = self._n_chars = 0
+        self._finished: deque[tuple[int, InputFile, _Read]] = deque()
+        """Files that were read whole, with the number of rows by then, and are not in the catalog yet."""
 
-    def _runs(self, files: Iterator[InputFile], segment: str) -> Iterator[Run]:
-        n_rows = n_chars = 0
+    def _runs(self, files: Iterator[InputFile]) -> Iterator[Run]:
         for file in files:
             read = _Read(sha256=None if file.is_settled else file.sha256())
             for adapter, run in _file_runs(file, self.config, read, self.digests.known(file)):
-                entry = _entry(file, segment, n_rows, read, adapter, run)
+                entry = _entry(file, self.name, self._n_read, read, adapter, run)
                 read.entries.append(entry)
-                n_rows += 1
-                n_chars += entry.n_chars
+                self._n_read += 1
+                self._n_chars += entry.n_chars
                 yield run
-            self._finished.append((file, read))
+            self._finished.append((self._n_read, file, read))
             self.done()
-            # in whole batches where that is possible: they become the table's without being copied
-            if n_rows >= _RUNS_PER_SEGMENT or (n_chars >= _CHARS_PER_SEGMENT and n_rows % ROWS_PER_BATCH == 0):
-                return
 
-    def write(self, files: Iterator[InputFile]) -> bool:
-        """One segment; False when there was no file left."""
-        segment = f"{uuid.uuid4().hex}.arrow"
-        path = self.folder / segment
-        n_rows = 0
-        with path.open("wb", _BUFFER_BYTES) as sink, pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
-            runs = self._runs(files, segment)
-            while batch := list(islice(runs, ROWS_PER_BATCH)):
-                writer.write_batch(record_batch(batch))
-                n_rows += len(batch)
-        if not n_rows:
-            path.unlink()
-        for file, read in self._finished:
+    def _record(self, n_bytes: int, sha256: str = "") -> None:
+        """Files whose rows lie in the first `n_bytes` of the segment are not read again after an interruption."""
+        while self._finished and self._finished[0][0] <= self._n_written:
+            _, file, read = self._finished.popleft()
             self.catalog.put(file, read.sha256, read.notes(), read.entries, read.openings)
+        if self._n_written:
+            self.catalog.put_segment(Segment(self.name, self._n_written, n_bytes, sha256))
         self.catalog.commit()
-        any_file = bool(self._finished)
-        self._finished.clear()
-        return any_file
+        self._n_recorded, self._n_chars = self._n_written, 0
+        gc.collect(0)  # what is new since the last time
+
+    def write(self, files: Iterator[InputFile]) -> None:
+        path = self.folder / self.name
+        with closing(DigestedFile(path)) as sink:
+            with pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
+                runs = self._runs(files)
+                while batch := list(islice(runs, ROWS_PER_BATCH)):
+                    writer.write_batch(record_batch(batch))
+                    self._n_written += len(batch)
+                    if self._n_chars >= _RECORDED_CHARS or self._n_written - self._n_recorded >= _RECORDED_RUNS:
+                        sink.flush()
+                        self._record(sink.n_bytes)
+            sink.flush()
+            self._record(sink.n_bytes, sink.sha256())
+        if not self._n_written:
+            path.unlink()

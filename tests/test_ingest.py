@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from artifacts.store import Store
+from artifacts.store import Store, file_sha256
 from artifacts.tables import iter_rows, open_table
 from schemas.config import SourceConfig
 from schemas.errors import UserError
@@ -169,7 +169,8 @@ def test_only_changed_files_are_read_again(tmp_path: Path, store: Store) -> None
 def test_an_interrupted_night_is_not_read_again(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abcd":
         write(tmp_path / "logs" / f"{name}.json", chat(name))
-    monkeypatch.setattr(read_logs, "_RUNS_PER_SEGMENT", 1)
+    monkeypatch.setattr(read_logs, "_RECORDED_RUNS", 1)
+    monkeypatch.setattr(read_logs, "ROWS_PER_BATCH", 1)
 
     def stop(n_files: int) -> None:
         if n_files == 3:
@@ -182,7 +183,58 @@ def test_an_interrupted_night_is_not_read_again(tmp_path: Path, store: Store, mo
     assert result.report.n_files_reused == 2
     assert [row["messages"][0]["content"] for row in rows(result)] == list("abcd")
     leftover = {path.name for path in (tmp_path / "store" / "ingested").rglob("*.arrow")}
-    assert len(leftover) == 4
+    assert len(leftover) == 2
+
+
+def segments(store: Store) -> list[Path]:
+    return sorted((store.root / "ingested").rglob("*.arrow"))
+
+
+def test_rows_of_a_first_night_are_written_once(tmp_path: Path, store: Store) -> None:
+    for name in "abc":
+        write(tmp_path / "logs" / f"{name}.json", chat(name))
+    first = run(store, tmp_path / "logs")
+    assert [path.stat().st_ino for path in segments(store)] == [Path(first.trajectories.path).stat().st_ino]
+    write(tmp_path / "logs" / "d.json", chat("a"))  # a repeat: the table is not the segment any more
+    write(tmp_path / "logs" / "e.json", chat("e"))
+    second = run(store, tmp_path / "logs")
+    assert len(segments(store)) == 2
+    assert [row["messages"][0]["content"] for row in rows(second)] == list("abce")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("how", ["overwritten", "cut", "segment gone"])
+def test_a_damaged_table_or_segment_is_read_anew(tmp_path: Path, store: Store, how: str, changed: bool) -> None:
+    for name in "abc":
+        write(tmp_path / "logs" / f"{name}.json", chat(name))
+    table = Path(run(store, tmp_path / "logs").trajectories.path)
+    if how == "segment gone":
+        segments(store)[0].unlink()
+    else:
+        data = table.read_bytes()
+        with table.open("r+b") as file:  # in place: the segment is the same file
+            file.write(data.replace(b"done", b"gone"))
+            file.truncate(len(data) if how == "overwritten" else len(data) // 2)
+    if changed:
+        write(tmp_path / "logs" / "d.json", chat("d"))
+    result = run(store, tmp_path / "logs")
+    fresh = run(Store(tmp_path / "fresh"), tmp_path / "logs")
+    assert result.trajectories.sha256 == fresh.trajectories.sha256
+    assert file_sha256(Path(result.trajectories.path)) == fresh.trajectories.sha256
+
+
+def test_a_segment_of_mostly_dead_rows_is_given_up(tmp_path: Path, store: Store) -> None:
+    for name in "abcd":
+        write(tmp_path / "logs" / f"{name}.json", chat(name))
+    run(store, tmp_path / "logs")
+    (old,) = segments(store)
+    for name in "abc":
+        write(tmp_path / "logs" / f"{name}.json", chat(f"{name} changed"))
+    second = run(store, tmp_path / "logs")
+    assert old not in segments(store)
+    third = run(store, tmp_path / "logs")
+    assert (second.report.n_files_reused, third.report.n_files_reused) == (1, 3)
+    assert third.trajectories == second.trajectories
 
 
 def test_a_report_that_comes_later_is_joined_without_reading_runs_again(tmp_path: Path, store: Store) -> None:
