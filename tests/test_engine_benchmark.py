@@ -1,0 +1,110 @@
+"""The engine benchmark on a CPU: its cases, its deadline, and that every part of it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.engine_cases import Bench, Case, case_of, first_token_check, setup_of
+from benchmarks.engine_common import config_dict, warm, with_lora
+from benchmarks.engine_floor import floor_s
+from benchmarks.engine_longcontext import TINY, Run
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    config = config_dict() | TINY | {"vocab_size": 200}
+    kind: Any = AutoConfig
+    model = with_lora(AutoModelForCausalLM.from_config(kind.for_model(**config)))
+    return Bench(model, config, setup_of(dry=True), "cpu", 2**30)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_case_is_read_from_its_text() -> None:
+    text = "65536@23.5,steps=4,groups=2,stride=2,place=device,plan_gib=20,profile=1"
+    assert case_of(text) == Case(65_536, 23.5, text, 4, 2, 2, "device", 20.0, True)
+    assert case_of("4096@11") == Case(4096, 11.0, "4096@11")
+    with pytest.raises(argparse.ArgumentTypeError, match="no option layer"):
+        case_of("4096@11,layer=3")
+
+
+def test_options_change_the_plan_as_they_say(bench: Bench) -> None:
+    plain = bench.plan(case_of("300@4"))
+    assert {layer.input for layer in plain.layers} == {"host"}
+    moved = bench.plan(case_of("300@4,place=device"))
+    assert {layer.input for layer in moved.layers} == {layer.attention for layer in moved.layers} == {"device"}
+    assert bench.plan(case_of("300@4,groups=1")).head_groups == 1
+    strided = bench.plan(case_of("300@4,stride=2"))
+    assert [layer.gate_up for layer in strided.layers][::2] == ["host"] * 2
+
+
+def test_the_floor_is_the_sum_of_matmuls_and_attention_at_their_peaks() -> None:
+    """Qwen3-8B at 65,536 tokens: 6.95e9 weights of linears in 36 layers, 32 heads of 128."""
+    n, peaks = 65_536, {"matmul": 800.0, "cudnn_forward": 600.0, "cudnn_backward": 500.0}
+    peaks |= {"flash_forward": 350.0, "flash_backward": 320.0}
+    weights = 36 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 12_288)
+    pairs = n * n / 2
+    want = 4 * n * weights / 800e12 + 36 * 4 * pairs * 4096 * (1 / 600e12 + 2.5 / 500e12)
+    assert floor_s(config_dict(), n, peaks) == pytest.approx(want, rel=1e-12)
+
+
+def test_only_long_series_leave_out_their_first_step() -> None:
+    assert warm([9.0, 1.0, 1.0, 1.0]) == [1.0, 1.0, 1.0]
+    assert warm([9.0, 1.0, 1.0]) == [9.0, 1.0, 1.0]
+
+
+def test_the_first_token_reaches_the_last_score(bench: Bench) -> None:
+    found = first_token_check(bench, 200, 4.0)
+    assert found["last_position"] == 199
+    assert found["change_when_repeated"] == 0
+    assert abs(found["change_of_last_by_first_token"]) > 1e-4
+
+
+def test_what_would_pass_the_deadline_is_skipped_and_what_fails_is_noted(tmp_path: Path) -> None:
+    run = Run(tmp_path / "out.jsonl", deadline_s=10)
+
+    def fails() -> dict[str, Any]:
+        raise RuntimeError("CUDA out of memory")
+
+    run.attempt("long", 11.0, lambda: {"what": "walk"})
+    run.attempt("broken", 1.0, fails)
+    run.attempt("short", 1.0, lambda: {"what": "walk"})
+    skipped, failed, done = lines_of(tmp_path / "out.jsonl")
+    assert (skipped["what"], skipped["case"]) == ("skipped", "long")
+    assert (failed["what"], failed["error"]) == ("failed", "RuntimeError: CUDA out of memory")
+    assert (done["what"], done["case"]) == ("walk", "short")
+    assert 0 < done["left_s"] <= failed["left_s"] <= 10
+
+
+def test_the_whole_run_works_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    subprocess.run(
+        [
+            sys.executable, "-m", "benchmarks.engine_longcontext", str(out), "200@4,steps=4",
+            "96@4,place=device,steps=1",
+            "--peers", "transformers:64", "trl:64", "--first-token", "128", "--last", "128@4,steps=1",
+            "--host-gib", "1", "--dry",
+        ],
+        cwd=REPOSITORY, check=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    lines = lines_of(out)
+    assert not [line for line in lines if line["what"] in ("failed", "skipped")]
+    walks = [line for line in lines if line["what"] == "walk"]
+    assert [walk["tokens_attended"] for walk in walks] == [200, 96, 128]
+    assert [(walk["steps_timed"], len(walk["steps_s"])) for walk in walks] == [(3, 4), (1, 1), (1, 1)]
+    assert all(walk["finite"] and walk["positions_scored"] == 64 for walk in walks)
+    peers = [line for line in lines if line["what"] == "peer"]
+    assert [peer["peer"] for peer in peers] == ["transformers", "trl"]
+    assert all(peer["tokens_per_s"] > 0 and len(peer["steps_s"]) == 3 for peer in peers)
+    assert lines[-1]["what"] == "end"
