@@ -32,7 +32,7 @@ class DigestedFile:
     """A new file whose sha256 is computed while it is written, so that it need not be read again for it."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=1 << 20)
+        self._file = path.open("wb")
         self._digest = hashlib.sha256()
         self.n_bytes = 0
 

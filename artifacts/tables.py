@@ -7,14 +7,22 @@ from typing import Any
 
 import pyarrow as pa
 
+from artifacts.store import DigestedFile
 from schemas.errors import ArtifactError
 from schemas.refs import Ref
 from schemas.tables import TABLES
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
+_BUFFER_BYTES = 1 << 20
+
 ROWS_PER_BATCH = 64
 """Small enough that a batch of 80K-token rows stays under a few tens of megabytes."""
+
+
+def buffered(sink: DigestedFile) -> pa.NativeFile:
+    """A stream into the file that collects small pieces: Arrow writes a batch in a hundred, most of them small."""
+    return pa.BufferedOutputStream(pa.PythonFile(sink, mode="w"), _BUFFER_BYTES)
 
 
 def write_table(

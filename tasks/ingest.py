@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from artifacts.store import DigestedFile, Store, link_or_copy
+from artifacts.tables import buffered
 from schemas.config import SourceConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
@@ -128,7 +129,7 @@ def _put_together(folder: Path, catalog: Catalog, reader: SegmentReader, path: P
         return segment.n_rows, segment.sha256
     n_rows = 0
     with closing(DigestedFile(path)) as sink:
-        with pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
+        with buffered(sink) as stream, pa.ipc.new_stream(stream, TRAJECTORIES) as writer:
             for batch in reader.batches(_batches(catalog)):
                 writer.write_batch(batch)
                 n_rows += batch.num_rows

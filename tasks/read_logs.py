@@ -15,6 +15,7 @@ import pyarrow as pa
 from msgspec.structs import replace
 
 from artifacts.store import DigestedFile
+from artifacts.tables import buffered
 from schemas.config import SourceConfig
 from schemas.tables import TRAJECTORIES
 from tasks.archives import Unreadable, file_documents
@@ -144,7 +145,6 @@ def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapte
     chain = _chain(run) if adapter.snapshots else [None]
     read.openings += [(link, len(read.entries)) for link in chain[:-1] if link is not None]
     messages = run.messages
-    speakers = Counter([(message.role, message.author) for message in messages])
     calls = [call for message in messages for call in message.tool_calls]
     call_ids = {call.call_id for call in calls}
     answered = [message.tool_call_id for message in messages if message.tool_call_id is not None]
@@ -164,9 +164,9 @@ def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapte
         score=run.outcome.score,
         exit_status=run.exit_status,
         n_messages=len(messages),
-        n_turns=speakers["assistant", "policy"],
+        n_turns=[message.author for message in messages if message.role == "assistant"].count("policy"),
         n_calls=len(calls) + sum([len(message.action_spans) for message in messages]),
-        n_observations=sum([n for (_, author), n in speakers.items() if author == "environment"]),
+        n_observations=[message.author for message in messages].count("environment"),
         n_unpaired=sum([call_id not in call_ids for call_id in answered]),
         n_chars=n_chars,
         tail=chain[-1],
@@ -211,15 +211,14 @@ class SegmentWriter:
     def write(self, files: Iterator[InputFile]) -> None:
         path = self.folder / self.name
         with closing(DigestedFile(path)) as sink:
-            with pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
+            with buffered(sink) as stream, pa.ipc.new_stream(stream, TRAJECTORIES) as writer:
                 runs = self._runs(files)
                 while batch := list(islice(runs, ROWS_PER_BATCH)):
                     writer.write_batch(record_batch(batch))
                     self._n_written += len(batch)
                     if self._n_chars >= _RECORDED_CHARS or self._n_written - self._n_recorded >= _RECORDED_RUNS:
-                        sink.flush()
+                        stream.flush()
                         self._record(sink.n_bytes)
-            sink.flush()
             self._record(sink.n_bytes, sink.sha256())
         if not self._n_written:
             path.unlink()

@@ -128,9 +128,9 @@ def text_of(content: Any) -> str:
 
 def tool_call(name: Any, arguments: Any, call_id: Any = None) -> ToolCall:
     """A call as the log has it; `arguments` stays the original string where there is one."""
-    return ToolCall(
-        name=string(name) or "", arguments="{}" if arguments is None else json_text(arguments), call_id=string(call_id)
-    )
+    if not isinstance(arguments, str):
+        arguments = "{}" if arguments is None else json_text(arguments)
+    return ToolCall(string(name) or "", arguments, string(call_id))
 
 
 def spans(content: str, pattern: re.Pattern[str], *, first_only: bool = False) -> tuple[CharSpan, ...]:

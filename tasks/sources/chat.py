@@ -42,7 +42,7 @@ def calls_of(raw: dict[str, Any]) -> tuple[ToolCall, ...]:
     """The calls of an assistant message. Some exporters write each call as a JSON string."""
     found = []
     listed = raw.get("tool_calls")
-    for item in listed if isinstance(listed, list) else []:
+    for item in listed if isinstance(listed, list) else ():
         if isinstance(item, str):
             try:
                 item = loads(item)
@@ -64,10 +64,11 @@ def calls_of(raw: dict[str, Any]) -> tuple[ToolCall, ...]:
 
 def reasoning_of(raw: dict[str, Any]) -> str | None:
     """Reasoning text beside the content; copies of it are read once."""
+    copies = raw.get("provider_specific_fields")
     for value in (
         raw.get("reasoning_content"),
         raw.get("reasoning"),
-        get(raw.get("provider_specific_fields"), "reasoning_content"),
+        copies and get(copies, "reasoning_content"),
     ):
         if value and isinstance(value, str):
             return value
@@ -91,7 +92,9 @@ def read_message(raw: dict[str, Any], *, user: Author = "human", failed: bool | 
         SourceError: unknown role.
     """
     role = role_of(raw)
-    content = text_of(raw.get("content"))
+    content = raw.get("content")
+    if not isinstance(content, str):
+        content = text_of(content)
     if role == "assistant":
         return Message(
             role="assistant",

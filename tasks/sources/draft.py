@@ -81,20 +81,17 @@ def from_trajectory(trajectory: Trajectory) -> Run:
 # checks ---------------------------------------------------------------------------------------------------------
 
 _ROLES, _AUTHORS = frozenset(get_args(Role)), frozenset(get_args(Author))
-_TEXT, _TEXT_OR_NONE = frozenset((str,)), frozenset((str, type(None)))
+_TEXT_OR_NONE = frozenset((str, type(None)))
 _FLAG_OR_NONE = frozenset((bool, type(None)))
 
 
-def _is_unicode(texts: Iterable[str | None]) -> bool:
-    """Whether there is no lone surrogate, which no UTF-8 text can hold."""
-    whole = "".join(filter(None, texts))
-    if whole.isascii():
-        return True
+def _are_texts(values: Iterable[Any]) -> bool:
+    """Whether all are strings without a lone surrogate, which no UTF-8 text can hold."""
+    values = list(values)
     try:
-        whole.encode()
-    except UnicodeEncodeError:
+        return all(map(str.isascii, values)) or bool("".join(values).encode())
+    except (TypeError, UnicodeEncodeError):
         return False
-    return True
 
 
 def _only(types: frozenset[type], values: Iterable[Any]) -> bool:
@@ -117,12 +114,11 @@ def is_sound(run: Run) -> bool:
     return (
         _ROLES.issuperset([message.role for message in messages])
         and _AUTHORS.issuperset([message.author for message in messages])
-        and _only(_TEXT, texts)
+        and _are_texts(texts)
         and _only(_TEXT_OR_NONE, optional)
+        and _are_texts(filter(None, optional))
         and _only(_FLAG_OR_NONE, [message.failed for message in messages])
         and run.parent_link in (None, "subagent", "fork", "continuation")
-        and _is_unicode(texts)
-        and _is_unicode(optional)
         and not [message for message in messages if message.role != "assistant" and _is_turn(message)]
         and all(_fits_content(message) for message in messages if message.action_spans)
     )

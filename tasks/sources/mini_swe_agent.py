@@ -129,11 +129,11 @@ def _assistant(raw: dict[str, Any]) -> Message:
     return replace(message, tool_calls=_action_calls(raw))
 
 
-def _failed(extra: dict[str, Any], content: str) -> bool | None:
+def _failed(extra: dict[str, Any], content: Any) -> bool | None:
     if extra.get("interrupt_type") or extra.get("exception_info"):
         return True
     code = extra.get("returncode")
-    return code != 0 if isinstance(code, int) else return_code_failed(content)
+    return code != 0 if isinstance(code, int) else return_code_failed(text_of(content))
 
 
 def _read_item(raw: dict[str, Any], *, started: bool) -> Message | None:
@@ -146,33 +146,32 @@ def _read_item(raw: dict[str, Any], *, started: bool) -> Message | None:
     extra = raw.get("extra")
     extra = extra if isinstance(extra, dict) else {}
     if raw.get("type") == "function_call_output":
-        content = text_of(raw.get("output"))
         return Message(
             role="tool",
             author="environment",
-            content=content,
+            content=text_of(raw.get("output")),
             tool_call_id=string(raw.get("call_id")),
-            failed=_failed(extra, content),
+            failed=_failed(extra, raw.get("output")),
         )
     if role == "exit":
         return None
     if role == "system":
         return read_message(raw)
     observes = started or role != "user" or bool(extra.get("interrupt_type"))
-    failed = _failed(extra, text_of(raw.get("content"))) if observes else None
+    failed = _failed(extra, raw.get("content")) if observes else None
     return read_message(raw, user="environment" if observes else "harness", failed=failed)
 
 
 def _read_run(document: Document, run: dict[str, Any]) -> Run:
     messages: list[Message] = []
     started = False
-    for raw in dicts(as_list(run.get("messages"), "messages")):
+    stored = dicts(as_list(run.get("messages"), "messages"))
+    for raw in stored:
         message = _read_item(raw, started=started)
         if message is not None:
             messages.append(message)
             # the first user message is the task; later ones are observations and notes
             started = started or message.role in ("assistant", "user")
-    exits = [raw for raw in dicts(run["messages"]) if raw.get("role") == "exit"]
     info = run.get("info") if isinstance(run.get("info"), dict) else {}
     verified = run.get("verified")
     return build(
@@ -186,7 +185,7 @@ def _read_run(document: Document, run: dict[str, Any]) -> Run:
         agent=NAME,
         model=string(get(info, "config", "model", "model_name")) or string(run.get("model")),
         exit_status=string(get(info, "exit_status"))
-        or next((string(get(raw, "extra", "exit_status")) for raw in exits), None),
+        or next((string(get(raw, "extra", "exit_status")) for raw in stored if raw.get("role") == "exit"), None),
         patch=string(get(info, "submission")) or string(run.get("patch")),
     )
 
