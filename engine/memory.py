@@ -227,9 +227,11 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
         else 0,
     }
     if setup.several_blocks:
-        # one block's results beside the group's, as if one block were all; dk and dv are summed in float32
-        forward |= {"block outputs": group_tokens * heads}
-        backward_attention |= {"block gradients": group_tokens * heads + n_tokens * 2 * key_heads * sizes.head_size * 4}
+        # Beside a group's results those of one block, of all tokens; or of half of them (the second tail of a pair),
+        # from two ranges of keys, merged in float32. dk and dv of all tokens are summed in float32.
+        forward |= {"block outputs": 3 * group_tokens * heads}
+        key_sums = n_tokens * 2 * key_heads * sizes.head_size * sizes.sum_itemsize
+        backward_attention |= {"block gradients": 3 * group_tokens * heads // 2 + key_sums}
     moments = {"forward": forward, "backward_mlp": backward_mlp, "backward_attention": backward_attention}
     for name, amounts in moments.items():
         moments[name] = workspace | amounts

@@ -81,6 +81,9 @@ def test_bytes_kept_equal_the_ledger_exactly(
     shapes = kept_shapes(dimensions(config, TINY), plan, 23, n_last_rows)
     assert sum(item.data_TW.nbytes for item in kept) == sum(shape.n_bytes for shape in shapes)
     assert len(kept) == len(shapes)
+    last, n_rows = walk.kept[-1], n_last_rows or 23
+    assert {x.data_TW.shape[0] for x in (last.mid, last.gate_up, *last.attention) if x is not None} <= {n_rows}
+    assert {x.data_TW.shape[0] for x in (last.input, last.qkv) if x is not None} == {23}
     setup = TINY.model_copy(update={"n_last_rows": n_last_rows})
     rows = [row for row in predict(config, 23, plan, setup).rows if row.moment == "kept"]
     assert sum(row.device_bytes for row in rows) == sum(s.n_bytes for s in shapes if s.place == "device")
