@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine_common import N_SCORED, cap_device, median, peaks, random_branch, warm
+from engine.attention import AttentionBackend
 from engine.choose import choose_plan
 from engine.layers import LongContextScorer
 from engine.memory import GIB, Setup, predict
@@ -22,12 +23,13 @@ from engine.segments import one_row, scored_queries
 
 @dataclass(frozen=True)
 class Case:
-    """TOKENS@GIB[,steps=N][,groups=N][,stride=N][,place=device][,plan_gib=G][,profile=1]
+    """TOKENS@GIB[,steps=N][,groups=N][,stride=N][,place=device][,plan_gib=G][,profile=1][,layers=N]
 
     steps: optimiser steps, each on data of its own. groups: groups of key-value heads, in place of the plan's. stride:
     the MLP's wide projections of every so many layers on the host. place=device: what the plan keeps on the host is
     kept on the device. plan_gib: the plan is made for so much, while the allocator may use GIB. profile: the last step
-    is profiled as well.
+    is profiled as well. layers: a forward, and the backward of so many layers only: the memory of a branch is at its
+    peak from the first of them on.
     """
 
     n_tokens: int
@@ -39,13 +41,15 @@ class Case:
     place: str = "host"
     plan_gib: float | None = None
     profile: bool = False
+    layers: int | None = None
 
 
 def case_of(text: str) -> Case:
     head, *options = text.split(",")
     tokens, gib = head.split("@")
     given = dict(option.split("=", 1) for option in options)
-    kinds: dict[str, Any] = {"steps": int, "groups": int, "stride": int, "place": str, "plan_gib": float}
+    kinds: dict[str, Any] = dict.fromkeys(("steps", "groups", "stride", "layers"), int)
+    kinds |= {"place": str, "plan_gib": float}
     kinds["profile"] = lambda value: value == "1"
     if unknown := given.keys() - kinds.keys():
         raise argparse.ArgumentTypeError(f"no option {', '.join(sorted(unknown))}")
@@ -100,12 +104,28 @@ def _on_device(layer: LayerPlan) -> LayerPlan:
 
 
 def plan_summary(plan: MemoryPlan) -> dict[str, Any]:
-    """Layers per place for each activation, and the sizes."""
-    counts = {
-        field: {place: sum(getattr(layer, field) == place for layer in plan.layers) for place in ("device", "host")}
-        for field in FIELDS
-    }
-    return {"tile_tokens": plan.tile_tokens, "head_groups": plan.head_groups, "layers_kept": counts}
+    """Where each activation of each layer is (h: host, d: device, -: recomputed), and the sizes."""
+    letters = {"host": "h", "device": "d", "recompute": "-"}
+    layers = {field: "".join(letters[getattr(layer, field)] for layer in plan.layers) for field in FIELDS}
+    return {"tile_tokens": plan.tile_tokens, "head_groups": plan.head_groups, "layers": layers}
+
+
+class BackwardStoppedError(RuntimeError):
+    """Raised in place of a further layer's attention backward."""
+
+
+def stop_after(backend: AttentionBackend, calls: int) -> AttentionBackend:
+    """The backend, whose backward may run so many times."""
+    left = calls
+
+    def backward(*arguments: Any) -> Any:
+        nonlocal left
+        if left == 0:
+            raise BackwardStoppedError
+        left -= 1
+        return backend.backward(*arguments)
+
+    return backend._replace(backward=backward)
 
 
 def n_last_rows(branch: tuple[Tensor, ...]) -> int:
@@ -116,7 +136,9 @@ def n_last_rows(branch: tuple[Tensor, ...]) -> int:
 def steps_of(bench: Bench, case: Case) -> Iterator[dict[str, Any]]:
     """Forward, backward and optimiser step, `case.steps` times, each measured."""
     optimiser = torch.optim.AdamW(bench.trained, lr=1e-5, fused=bench.device == "cuda")
-    bench.scorer.choose_backend(bench.model, case.n_tokens, torch.device(bench.device))
+    whole = bench.scorer.choose_backend(bench.model, case.n_tokens, torch.device(bench.device))
+    if case.layers is not None:
+        bench.scorer.backend = stop_after(whole, case.layers * bench.plans[case.n_tokens].head_groups)
     for step in range(case.steps):
         if bench.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -126,8 +148,11 @@ def steps_of(bench: Bench, case: Case) -> Iterator[dict[str, Any]]:
         logp_P = bench.scorer(bench.model, *branch)
         bench.synchronize()
         middle = time.perf_counter()
-        (-logp_P.mean()).backward()
-        optimiser.step()
+        try:
+            (-logp_P.mean()).backward()
+            optimiser.step()
+        except BackwardStoppedError:
+            bench.scorer.backend = whole
         optimiser.zero_grad(set_to_none=True)
         bench.synchronize()
         end = time.perf_counter()
@@ -147,7 +172,7 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
     setup = bench.setup.model_copy(update={"n_last_rows": records[0]["n_last_rows"]})
     ledger = predict(bench.config, case.n_tokens, plan, setup)
     return {
-        "what": "walk",
+        "what": "walk" if case.layers is None else f"forward, and backward of the last {case.layers} layers",
         "tokens_attended": case.n_tokens,
         "positions_scored": records[0]["n_scored"],
         "allowed_gib": case.gib,
@@ -171,28 +196,28 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
 def first_token_check(bench: Bench, n_tokens: int, gib: float) -> dict[str, Any]:
     """Whether the first token of a branch changes the score of its last one, at full length; forward only.
 
-    The same branch twice gives the same score to the last bit, so that any difference is the first token's.
+    A quarter of the length is scored twice: equal to the last bit, so that any difference is the first token's.
     """
     bench.fresh(gib)
-    case = Case(n_tokens, gib)
-    bench.plans[n_tokens] = bench.plan(case)
-    ids_1T, mask_1T, rows_P, positions_P = bench.branch(n_tokens, 0)
-    other_1T = ids_1T.clone()
-    other_1T[0, 0] = (other_1T[0, 0] + 1) % bench.config["vocab_size"]
-    scores = []
-    with torch.no_grad():
-        for ids in (ids_1T, ids_1T, other_1T):
-            scores.append(bench.scorer(bench.model, ids, mask_1T, rows_P, positions_P))
-    last = [float(score[-1]) for score in scores]
+
+    def scores(length: int, first_token: int) -> Tensor:
+        bench.plans[length] = bench.plan(Case(length, gib))
+        ids_1T, *rest = bench.branch(length, 0)
+        ids_1T[0, 0] = first_token
+        with torch.no_grad():
+            return bench.scorer(bench.model, ids_1T, *rest)
+
+    repeated = scores(n_tokens // 4, 1) - scores(n_tokens // 4, 1)
+    one_P, other_P = scores(n_tokens, 1), scores(n_tokens, 2)
     return {
         "what": "first token",
         "tokens_attended": n_tokens,
-        "positions_scored": int(positions_P.numel()),
-        "last_position": int(positions_P.max()),
-        "logp_of_last": last[0],
-        "change_when_repeated": float((scores[1] - scores[0]).abs().max()),
-        "change_of_last_by_first_token": last[2] - last[0],
-        "positions_changed": int((scores[2] != scores[0]).sum()),
+        "positions_scored": one_P.numel(),
+        "last_position": int(bench.branch(n_tokens, 0)[3].max()),
+        "change_when_repeated": float(repeated.abs().max()),
+        "logp_of_last": float(one_P[-1]),
+        "change_of_last_by_first_token": float(other_P[-1] - one_P[-1]),
+        "positions_changed": int((other_P != one_P).sum()),
     }
 
 

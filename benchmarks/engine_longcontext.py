@@ -18,7 +18,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,9 +78,9 @@ def _unsloth(out: Path, cases: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
-def _end(run: Run, peer: subprocess.Popen[bytes]) -> None:
+def _end(run: Run, peer: subprocess.Popen[bytes], limit_s: float) -> None:
     try:
-        code = peer.wait(timeout=max(1.0, run.left_s))
+        code = peer.wait(timeout=max(1.0, min(run.left_s, limit_s)))
     except subprocess.TimeoutExpired:
         os.killpg(peer.pid, signal.SIGKILL)
         code = peer.wait()
@@ -101,6 +100,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--host-gib", type=float, default=110.0, help="pinned before the first case")
     parser.add_argument("--deadline-s", type=float, default=3600.0)
     parser.add_argument("--unsloth", nargs="*", default=[], help="TOKENS,STEPS")
+    parser.add_argument("--unsloth-s", type=float, default=300.0, help="it is ended after so long")
     parser.add_argument("--peers", nargs="*", type=_peer, default=[], help="transformers:TOKENS or trl:TOKENS")
     parser.add_argument("--peer-steps", type=int, default=3)
     parser.add_argument("--first-token", type=int, default=0, help="check at this length that nothing is cut")
@@ -119,10 +119,14 @@ def main() -> None:
     started = time.monotonic()
     model = _model(dry, config)
     run.note({"what": "model", "took_s": round(time.monotonic() - started, 1)})
-    if unsloth is not None:  # it loads beside ours, and measures alone
-        _end(run, unsloth)
     device, host_bytes = "cpu" if dry else "cuda", int(arguments.host_gib * GIB)
     bench = Bench(model, config, setup_of(dry), device, host_bytes)
+    if arguments.first_token:  # forward only, so it wants no host memory; not timed, so Unsloth may load beside it
+        n_tokens = arguments.first_token
+        run.attempt(f"first token {n_tokens}", CASE_S, lambda: first_token_check(bench, n_tokens, 23.5))
+    if unsloth is not None:
+        bench.fresh(23.5)
+        _end(run, unsloth, arguments.unsloth_s - (time.monotonic() - started))
     peak_tflops: dict[str, float] = dict.fromkeys(PEAKS, 1.0)
     if not dry:
         peak_tflops = measured_peaks()
@@ -132,13 +136,7 @@ def main() -> None:
         bench.scorer.reserve_host(2**20 if dry else host_bytes, torch.device(device))
         return {"what": "pinned", "host_gib": arguments.host_gib}
 
-    pinning = threading.Thread(target=lambda: run.attempt("pin", 0.0, pin))
-    pinning.start()
-    if arguments.first_token:  # forward only: it wants no host memory
-        n_tokens = arguments.first_token
-        estimate_s = 3 * floor_s(config, n_tokens, peak_tflops) * 0.4
-        run.attempt("first token", estimate_s, lambda: first_token_check(bench, n_tokens, 23.5))
-    pinning.join()
+    run.attempt("pin", CASE_S, pin)
 
     def walk(case: Case) -> None:
         floor = floor_s(config, case.n_tokens, peak_tflops)

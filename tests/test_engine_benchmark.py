@@ -10,13 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import REPOSITORY
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.engine_cases import Bench, Case, case_of, first_token_check, setup_of
+from benchmarks.engine_cases import (
+    BackwardStoppedError,
+    Bench,
+    Case,
+    case_of,
+    first_token_check,
+    run_case,
+    setup_of,
+    stop_after,
+)
 from benchmarks.engine_common import config_dict, warm, with_lora
 from benchmarks.engine_floor import floor_s
 from benchmarks.engine_longcontext import TINY, Run
+from engine.attention import BACKENDS
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +43,11 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_case_is_read_from_its_text() -> None:
-    text = "65536@23.5,steps=4,groups=2,stride=2,place=device,plan_gib=20,profile=1"
-    assert case_of(text) == Case(65_536, 23.5, text, 4, 2, 2, "device", 20.0, True)
+    text = "65536@23.5,steps=4,groups=2,stride=2,place=device,plan_gib=20,profile=1,layers=3"
+    assert case_of(text) == Case(65_536, 23.5, text, 4, 2, 2, "device", 20.0, True, 3)
     assert case_of("4096@11") == Case(4096, 11.0, "4096@11")
-    with pytest.raises(argparse.ArgumentTypeError, match="no option layer"):
-        case_of("4096@11,layer=3")
+    with pytest.raises(argparse.ArgumentTypeError, match="no option tile"):
+        case_of("4096@11,tile=3")
 
 
 def test_options_change_the_plan_as_they_say(bench: Bench) -> None:
@@ -47,6 +58,20 @@ def test_options_change_the_plan_as_they_say(bench: Bench) -> None:
     assert bench.plan(case_of("300@4,groups=1")).head_groups == 1
     strided = bench.plan(case_of("300@4,stride=2"))
     assert [layer.gate_up for layer in strided.layers][::2] == ["host"] * 2
+
+
+def test_a_backward_of_some_layers_only(bench: Bench) -> None:
+    """Fewer attention backwards than layers, and the next case is a whole one again."""
+    part = run_case(bench, case_of("200@4,steps=1,layers=2"))
+    assert part["what"] == "forward, and backward of the last 2 layers"
+    assert run_case(bench, case_of("200@4,steps=1"))["what"] == "walk"
+    q, k, v = (torch.rand(5, 2, 8) for _ in range(3))
+    stopping = stop_after(BACKENDS["math"], 2)
+    out, lse = stopping.forward(q, k, v, 1.0, True)
+    for _ in range(2):
+        assert stopping.backward(q, q, k, v, out, lse, 1.0, True)[0].shape == q.shape
+    with pytest.raises(BackwardStoppedError):
+        stopping.backward(q, q, k, v, out, lse, 1.0, True)
 
 
 def test_the_floor_is_the_sum_of_matmuls_and_attention_at_their_peaks() -> None:
