@@ -69,10 +69,11 @@ class DigestBook:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
         self._db.execute("CREATE TABLE IF NOT EXISTS digests (file TEXT PRIMARY KEY, stamp TEXT, sha256 TEXT)")
+        self._is_empty = self._db.execute("SELECT 1 FROM digests LIMIT 1").fetchone() is None
 
     def known(self, file: InputFile) -> str | None:
         """The digest of a file that has not changed since."""
-        if not file.is_settled or not file.stamp:
+        if self._is_empty or not file.is_settled or not file.stamp:
             return None
         row = self._db.execute("SELECT stamp, sha256 FROM digests WHERE file = ?", (file.name,)).fetchone()
         return row[1] if row is not None and row[0] == file.stamp else None
@@ -85,6 +86,7 @@ class DigestBook:
         sha256 = file.sha256()
         if file.is_settled and file.stamp:
             self._db.execute("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", (file.name, file.stamp, sha256))
+            self._is_empty = False
         return sha256
 
 

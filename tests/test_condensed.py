@@ -198,19 +198,75 @@ def test_openhands_sdk(renderer: Renderer) -> None:
         assert scored(runs, renderer).count(command) == 1
 
 
-def test_claude_code_compaction_starts_anew(renderer: Renderer) -> None:
-    def line(kind: str, uuid: str, parent: str | None, text: str, **fields: Any) -> dict[str, Any]:
-        content = [{"type": "text", "text": text}] if kind == "assistant" else text
-        message = {"role": kind, "content": content, "id": uuid}
-        return {"type": kind, "uuid": uuid, "parentUuid": parent, "sessionId": "s", "message": message, **fields}
+def claude(kind: str, uuid: str, parent: str | None, text: str, **fields: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": text}] if kind == "assistant" else text
+    message = {"role": kind, "content": content, "id": uuid}
+    return {"type": kind, "uuid": uuid, "parentUuid": parent, "sessionId": "s", "message": message, **fields}
 
-    records = [
-        line("user", "u1", None, "Fix it."),
-        line("assistant", "a1", "u1", "looked"),
-        line("user", "u2", None, "It looked before.", isCompactSummary=True),
-        line("assistant", "a2", "u2", "edited"),
-    ]
-    runs = read(records, "claude-code")
+
+def boundary(uuid: str, after: str) -> dict[str, Any]:
+    """The line that Claude Code writes where it compacts: a root, whose logical parent is the last line before."""
+    fields = {"type": "system", "subtype": "compact_boundary", "content": "Conversation compacted", "sessionId": "s"}
+    return {**fields, "uuid": uuid, "parentUuid": None, "logicalParentUuid": after}
+
+
+BEFORE = [claude("user", "u1", None, "Fix it."), claude("assistant", "a1", "u1", "looked")]
+AFTER = [
+    boundary("b1", "a1"),
+    claude("user", "u2", "b1", "It looked before.", isCompactSummary=True),
+    claude("user", "u3", "u2", "Go on."),
+    claude("assistant", "a2", "u3", "edited"),
+]
+
+
+def test_claude_code_compaction_starts_anew(renderer: Renderer) -> None:
+    runs = read([*BEFORE, *AFTER], "claude-code")
     assert sorted(text.count("<|im_start|>assistant") for text in texts(runs, renderer)) == [1, 1]
     assert not any("looked<" in text and "edited" in text for text in texts(runs, renderer))
     assert scored(runs, renderer).count("edited") == scored(runs, renderer).count("looked") == 1
+    first, second = runs
+    assert [message.content for message in second.messages] == ["It looked before.", "Go on.", "edited"]
+    assert (first.parent_id, first.parent_link) == (None, None)
+    assert (second.parent_id, second.parent_link) == (first.trajectory_id, "continuation")
+    assert second.task_id == first.task_id
+    assert opening_sha256(first) != opening_sha256(second)
+
+
+def test_claude_code_session_keeps_its_name_when_it_is_compacted() -> None:
+    (earlier,) = read(BEFORE, "claude-code")
+    first, _ = read([*BEFORE, *AFTER], "claude-code")
+    assert first.trajectory_id == earlier.trajectory_id  # the same run, not one with fewer messages in its place
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        [claude("user", "u2", "a1", "Summary.", isCompactSummary=True)],  # hangs on what it sums up
+        [boundary("b1", "a1"), claude("user", "u2", "b1", "Summary.")],  # not marked itself
+        [
+            boundary("b1", "a1"),
+            {"type": "attachment", "uuid": "x", "parentUuid": "b1", "sessionId": "s"},
+            claude("user", "u2", "x", "Summary."),
+        ],
+        [{**boundary("b1", "a1"), "parentUuid": "a1"}, claude("user", "u2", "b1", "Summary.")],
+    ],
+)
+def test_claude_code_compaction_is_told_by_any_of_its_marks(summary: list[dict[str, Any]]) -> None:
+    first, second = read([*BEFORE, *summary, claude("assistant", "a2", "u2", "edited")], "claude-code")
+    assert [message.content for message in second.messages] == ["Summary.", "edited"]
+    assert (second.parent_id, second.parent_link) == (first.trajectory_id, "continuation")
+
+
+def test_claude_code_compacted_twice_and_edited_in_between() -> None:
+    edited = [claude("user", "u4", "u2", "Do that."), claude("assistant", "a4", "u4", "did")]
+    last = [boundary("b2", "a4"), claude("user", "u5", "b2", "It did."), claude("assistant", "a5", "u5", "ended")]
+    first, second, fork, third = read([*BEFORE, *AFTER, *edited, *last], "claude-code")
+    links = [(run.parent_id, run.parent_link) for run in (first, second, fork, third)]
+    name, second_name = first.trajectory_id, second.trajectory_id
+    assert links == [(None, None), (name, "continuation"), (second_name, "fork"), (second_name, "continuation")]
+    assert [run.messages[-1].content for run in (first, second, fork, third)] == ["looked", "did", "edited", "ended"]
+
+
+def test_claude_code_file_that_begins_with_a_summary_goes_on_from_another() -> None:
+    (run,) = read(AFTER, "claude-code")
+    assert (run.parent_id, run.parent_link) == (None, "continuation")

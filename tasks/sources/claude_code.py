@@ -2,7 +2,9 @@
 
 Lines of one response share `message.id` and are merged; results belong to the turn that made the call, whatever line
 they hang on, so parallel calls are no forks. Real forks (edits, retries) become trajectories of their own, whose shared
-opening is copied context. Subagents (inline or in files of their own) name the session's main trajectory as parent.
+opening is copied context. Where the history was compacted, a run ends and its continuation begins: the model saw the
+summary from there on, and nothing before it. Subagents (inline or in files of their own) name the session's main
+trajectory as parent.
 """
 
 from collections import defaultdict
@@ -86,6 +88,8 @@ class _Session:
         self.unit_of_call: dict[str, str] = {}
         self.last_of_group: dict[str, str] = {}
         self.group_of_line: dict[str, str] = {}
+        self.boundaries: set[str] = set()
+        """Lines where the history was compacted, and lines without a message that follow them."""
 
     def _group(self, record: dict[str, Any]) -> str:
         """Main conversation, or one subagent: by agent id, in old files by the sidechain's first line."""
@@ -105,11 +109,16 @@ class _Session:
 
     def _parent(self, record: dict[str, Any], group: str) -> str | None:
         parent = string(record.get("parentUuid"))
-        if parent is None:
+        if parent is None or record.get("isCompactSummary") or record.get("subtype") == "compact_boundary":
             return None
         if parent in self.unit_of_line:
             return self.unit_of_line[parent]
         return self.last_of_group.get(group)  # the line it names is not in the file: it follows the one before
+
+    def _continues(self, record: dict[str, Any]) -> bool:
+        """Whether the line begins, or stands at the beginning of, what follows a compaction."""
+        marked = record.get("isCompactSummary") or record.get("logicalParentUuid")
+        return bool(marked) or string(record.get("parentUuid")) in self.boundaries
 
     def _open(self, key: str, line: int, group: str, parent: str | None) -> _Unit:
         unit = _Unit(key, line, group, parent)
@@ -131,12 +140,15 @@ class _Session:
             self.unit_of_line[uuid] = self._add_user(line, record, raw, group, parent, uuid)
         else:
             self.unit_of_line[uuid] = parent  # bookkeeping lines only pass the thread on
+            if record.get("subtype") == "compact_boundary" or self._continues(record):
+                self.boundaries.add(uuid)
 
     def _add_turn(
         self, line: int, record: dict[str, Any], raw: dict[str, Any], group: str, parent: str | None, uuid: str
     ) -> str:
         key = f"{group}/{string(raw.get('id')) or uuid}"
         unit = self.units.get(key) or self._open(key, line, group, parent)
+        unit.is_continuation = unit.is_continuation or self._continues(record)
         content = raw.get("content")
         for block in content if isinstance(content, list) else [{"type": "text", "text": text_of(content)}]:
             _add_block(unit.blocks, block)
@@ -170,7 +182,7 @@ class _Session:
             return position
         unit = self._open(uuid, line, group, position)
         unit.message = Message(role="user", author=_author(record, text), content=text)
-        unit.is_continuation = bool(record.get("isCompactSummary") or record.get("logicalParentUuid"))
+        unit.is_continuation = self._continues(record)
         return unit.key
 
     def path_to(self, leaf: str) -> list[_Unit]:
@@ -198,34 +210,51 @@ def _copied(messages: Iterable[Message]) -> list[Message]:
     ]
 
 
+def _segments(session: _Session, group: str) -> list[list[list[_Unit]]]:
+    """The group's conversations as paths of units, the newest first, apart for each stretch between compactions."""
+    paths = [session.path_to(leaf) for leaf in session.leaves(group)]
+    paths.sort(key=lambda path: path[-1].line, reverse=True)
+    segments: dict[str | None, list[list[_Unit]]] = defaultdict(list)
+    for path in paths:
+        segments[path[0].key if path[0].is_continuation else None].append(path)
+    return sorted(segments.values(), key=lambda segment: min(path[0].line for path in segment))
+
+
 def _read_group(document: Document, session: _Session, group: str, session_id: str, model: str | None) -> list[Run]:
     main_id = digest(NAME, session_id, "main")
     own_id = main_id if group == "main" else digest(NAME, session_id, group)
-    leaves = sorted(session.leaves(group), key=lambda key: session.units[key].line, reverse=True)
-    covered: set[str] = set()
-    runs = []
-    for number, leaf in enumerate(leaves):
-        path = session.path_to(leaf)
-        messages: list[Message] = []
-        for unit in path:
-            messages += _copied(unit.messages()) if unit.key in covered else unit.messages()
-        covered.update(unit.key for unit in path)
-        link = "subagent" if group != "main" else None
-        if number:
-            link = "continuation" if path[0].is_continuation else "fork"
-        runs.append(
-            build(
-                document,
-                NAME,
-                messages,
-                trajectory_id=own_id if number == 0 else digest(own_id, leaf),
-                run_id=session_id,
-                agent=NAME,
-                model=model,
-                parent_id=None if link is None else own_id if number else main_id,
-                parent_link=link,
+    runs: list[Run] = []
+    previous_id = None
+    for segment in _segments(session, group):
+        goes_on = segment[0][0].is_continuation
+        segment_id = digest(own_id, segment[0][0].key) if runs else own_id
+        if group != "main" and not runs:
+            parent = (main_id, "subagent")
+        else:  # a file that begins with a summary goes on from another one
+            parent = (previous_id, "continuation" if goes_on else "fork" if runs else None)
+        covered: set[str] = set()
+        for number, path in enumerate(segment):
+            messages: list[Message] = []
+            for unit in path:
+                messages += _copied(unit.messages()) if unit.key in covered else unit.messages()
+            covered.update(unit.key for unit in path)
+            parent_id, link = (segment_id, "fork") if number else parent
+            fields = {"task_id": runs[0].task_id, "repo": runs[0].repo} if goes_on and runs else {}
+            runs.append(
+                build(
+                    document,
+                    NAME,
+                    messages,
+                    trajectory_id=digest(own_id, path[-1].key) if number else segment_id,
+                    run_id=session_id,
+                    agent=NAME,
+                    model=model,
+                    parent_id=parent_id,
+                    parent_link=link,
+                    **fields,
+                )
             )
-        )
+        previous_id = segment_id
     return runs
 
 

@@ -61,6 +61,7 @@ class Segments:
             if runs:
                 own = fields | {
                     "task_id": runs[0].task_id,
+                    "repo": runs[0].repo,
                     "trajectory_id": digest(runs[0].trajectory_id, str(number)),
                     "parent_id": runs[-1].trajectory_id,
                     "parent_link": "continuation",
