@@ -33,6 +33,7 @@ from engine.memory import GIB
 from schemas.errors import StageError, UserError
 
 SLOWER_THAN_FLOOR = 1.35  # of a step, for the estimate; short branches are further from it and quick anyway
+FORWARD_SHARE = 0.3  # of a step's time
 CASE_S = 4.0  # of every case, beside its steps
 PEAKS = ("matmul", "cudnn_forward", "cudnn_backward", "flash_forward", "flash_backward")
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 8}
@@ -148,7 +149,8 @@ def main() -> None:
                 "share_of_floor": round(floor / result["step_s"], 4),
             }  # fmt: skip
 
-        run.attempt(case.text, case.steps * SLOWER_THAN_FLOOR * floor + CASE_S, measured)
+        share = 1.0 if case.layers is None else FORWARD_SHARE + (1 - FORWARD_SHARE) * case.layers / 36
+        run.attempt(case.text, case.steps * share * SLOWER_THAN_FLOOR * floor + CASE_S, measured)
         if case.profile and not dry:
             run.attempt(f"idle {case.text}", 1.5 * floor + CASE_S, lambda: idle_of_step(bench, case.n_tokens))
 
