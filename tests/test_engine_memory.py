@@ -32,7 +32,7 @@ def plan_of(text: dict[str, Any]) -> MemoryPlan:
     if "layers" in text:
         words: dict[str, Any] = {"h": "host", "d": "device", "-": "recompute"}
         rows = zip(*text["layers"].values(), strict=True)
-        kept_layers = (dict(zip(text["layers"], map(words.get, row), strict=True)) for row in rows)
+        kept_layers = ({f: words[place] for f, place in zip(text["layers"], row, strict=True)} for row in rows)
         return MemoryPlan(
             policy="auto", layers=tuple(LayerPlan(**layer) for layer in kept_layers), tile_tokens=text["tile_tokens"],
             head_groups=text["head_groups"],
