@@ -7,6 +7,7 @@ import gzip
 import io
 import lzma
 import os
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -34,6 +35,17 @@ _PIECE_BYTES = 16 << 20
 _ZIP_ZSTANDARD = 93  # Python's zipfile reads it from 3.14 on
 _MIN_TOTAL_BYTES = 4 << 30
 _MAX_RATIO = 200
+
+
+_DAMAGE = (
+    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException),
+    *(struct.error, EOFError, UnicodeDecodeError, NotImplementedError, OverflowError),
+)
+"""What readers of containers raise at damaged bytes."""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 @dataclass(frozen=True)
@@ -95,18 +107,8 @@ def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
         raw.seek(info.header_offset + 30 + name_bytes + extra_bytes)
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw.read(info.compress_size))) as stream:
             return _read_limited(stream)
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        lzma.LZMAError,
-        EOFError,
-        OSError,
-        NotImplementedError,
-        RuntimeError,
-    ) as error:
-        raise SourceError(f"damaged member: {error}") from error
-    except zstandard.ZstdError as error:
-        raise SourceError(f"damaged member: {error}") from error
+    except (*_DAMAGE, OSError, RuntimeError) as error:  # RuntimeError: a password
+        raise SourceError(f"damaged member: {_one_line(error)}") from error
 
 
 def _is_eval_log(names: set[str]) -> bool:
@@ -139,9 +141,9 @@ def _zip_documents(file: Path, load: Loader) -> Iterator[Document | Unreadable]:
             return
         for info in archive.infolist():
             member = f"{path}!/{info.filename}"
-            if info.is_dir():
+            if info.filename.endswith("/"):
                 continue
-            if _unsafe(info.filename):
+            if not info.filename or _unsafe(info.filename):
                 yield Unreadable(member, "member name leads outside the archive")
                 continue
             if (info.external_attr >> 28) == 0xA:
@@ -274,7 +276,7 @@ def file_documents(
                 yield from _parquet_documents(file, sha256)
             else:
                 yield from _stream_documents(file, stream, head, load, sha256)
-    except (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, pa.ArrowInvalid) as error:
-        raise SourceError(f"damaged archive: {error}") from error
+    except (*_DAMAGE, gzip.BadGzipFile) as error:
+        raise SourceError(f"damaged archive: {_one_line(error)}") from error
     except OSError as error:
-        raise SourceError(f"cannot be read: {error.strerror or error}") from error
+        raise SourceError(f"cannot be read: {error.strerror or _one_line(error)}") from error
