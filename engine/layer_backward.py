@@ -118,7 +118,7 @@ class LayerBackward(Workspace):
         qkv_filled: bool,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """d(loss)/d(input) [T, X] from d(loss)/d(output), the first D columns of grad_QX, written over that where
-        Q = T; and the LoRA gradients by id.
+        Q = T (left unfinished in the first layer); and the LoRA gradients by id.
 
         `source` is the layer's input and `below` the same pair of the next layer to come, whose first tiles travel
         while this one computes. `qkv_filled`: `restore_attention` ran for this layer just now.
@@ -167,7 +167,7 @@ class LayerBackward(Workspace):
         if below is not None:
             self._look_ahead(below)
         for span, (x_ND,) in input_reader:
-            self._qkv_backward(grad_TX[span], packed_TW[span], x_ND, sums[0])
+            self._qkv_backward(grad_TX[span], packed_TW[span], x_ND, sums[0], wanted=below is not None)
         self._free = self.transfers.mark()
         return grad_TX, {key: grad for total in sums for key, grad in total.finish().items()}
 
@@ -264,13 +264,18 @@ class LayerBackward(Workspace):
         )  # fmt: skip
         kernels.norm_rope_backward(packed_TW, columns, self._norms(), self.eps, self.cos_TJ, self.sin_TJ, grads)
 
-    def _qkv_backward(self, grad_NX: Tensor, packed_NW: Tensor, x_ND: Tensor, sums: AdapterGradients) -> None:
+    def _qkv_backward(
+        self, grad_NX: Tensor, packed_NW: Tensor, x_ND: Tensor, sums: AdapterGradients, *, wanted: bool
+    ) -> None:
+        """LoRA gradients, and unless nothing trains below this layer, the gradient of its input."""
         n_rows, size = x_ND.shape
         norm = self.layer.input_layernorm
         normed_NX = self._normed(x_ND, norm, self.qkv)
         self.qkv.border_input(normed_NX)
         self.qkv.border_grad(packed_NW)
         sums.add(packed_NW, normed_NX[:, :size], normed_NX[:, size:])
+        if not wanted:
+            return
         grad_normed_ND = self._empty(n_rows, size)
         self.qkv.input_grad(packed_NW, grad_normed_ND)
         kernels.rms_norm_backward_add(grad_normed_ND, x_ND, norm.weight, self.eps, grad_NX[:, :size])

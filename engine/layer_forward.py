@@ -8,8 +8,6 @@ while its keys and values are those of every token. In all others Q = T.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,9 @@ from engine.workspace import MID_RING, LayerActivations, Workspace, tiles
 
 
 class LayerForward(Workspace):
-    """Forward of one layer at a time."""
+    """Forward of one layer at a time, first layer first."""
+
+    _index = -1  # of the layer that runs
 
     def forward(
         self, hidden_TD: Tensor, kept: LayerActivations | None, next_input: Kept | None, queries: Queries
@@ -29,6 +29,7 @@ class LayerForward(Workspace):
         kept=None keeps nothing.
         """
         kept = kept or LayerActivations()
+        self._index += 1
         self._send_gate_up()
         for span in self.spans:
             self._project_qkv(hidden_TD[span], span)
@@ -57,10 +58,10 @@ class LayerForward(Workspace):
 
         In one go the copy would take longer than a layer computes, and the layer's own copies would wait for it.
         """
-        on_host = [i for i, layer in enumerate(self.plan.layers) if layer.gate_up == "host"]
+        later = [layer.gate_up == "host" for layer in self.plan.layers[self._index + 1 :]]
+        n_pieces = later.index(True) + 1 if any(later) else max(1, len(later))
         n_rows = gate_up.data_TW.shape[0]
-        stride = min((b - a for a, b in itertools.pairwise(on_host)), default=1)
-        return [(gate_up, span) for span in tiles(n_rows, -(-n_rows // stride))]
+        return [(gate_up, span) for span in tiles(n_rows, -(-n_rows // n_pieces))]
 
     def _send_gate_up(self) -> None:
         if self._unsent and self._gate_up_TX is not None:

@@ -7,8 +7,12 @@ import torch
 from engine_models import ARCHITECTURES, lora_gradients, relative_error, tiny_model
 from torch.utils.checkpoint import checkpoint
 
-from engine import reference
+from engine import reference, segments
+from engine.attention import BACKENDS
+from engine.block_attention import block_backends
+from engine.layer_forward import LayerForward
 from engine.layers import LongContextScorer
+from engine.offload import Kept, Transfers
 from engine.plan import POLICIES, LayerPlan, MemoryPlan, uniform_plan
 from schemas.errors import UserError
 
@@ -196,6 +200,21 @@ def test_recomputing_a_norm_is_exact() -> None:
         gradients.append(lora_gradients(model))
     for name, kept in gradients[0].items():
         assert all(torch.equal(kept, other[name]) for other in gradients[1:]), name
+
+
+def test_gate_up_goes_to_the_host_in_as_many_pieces_as_layers_follow() -> None:
+    """Until the next layer whose gate|up goes there, or the last layer, has run; every row once."""
+    on_host = (True, False, False, True, False)
+    layers = tuple(LayerPlan(input="host", gate_up="host" if there else "recompute") for there in on_host)
+    plan = MemoryPlan(policy="auto", layers=layers, tile_tokens=7, head_groups=1)
+    decoder, transfers = tiny_model(num_hidden_layers=5).get_base_model().model, Transfers(torch.device("cpu"))
+    walk = LayerForward(decoder, plan, segments.one_row(N_TOKENS), transfers, block_backends(BACKENDS["math"]))
+    gate_up = Kept(torch.zeros(N_TOKENS, 4))
+    for index, n_pieces in ((0, 3), (3, 1), (4, 1)):
+        walk._index = index
+        spans = [span for _, span in walk._gate_up_pieces(gate_up)]
+        assert len(spans) == n_pieces
+        assert [row for span in spans for row in range(span.start, span.stop)] == list(range(N_TOKENS))
 
 
 def test_a_dropped_graph_frees_the_host_buffer() -> None:
