@@ -211,8 +211,10 @@ class PreferenceTrainer(StageTrainer):
         self.outcome = run_window(self.group, self.deal_of(indices), window, window.extras)
         started = time.perf_counter()
         sum_gradients(self.group, list(self.parameters.values()))
+        if self.group.device.type == "cuda":
+            torch.cuda.synchronize(self.group.device)
+        self.exchange_s = time.perf_counter() - started
         check_gradients(self.parameters, f"pairs {', '.join(map(self.pairs.name, indices))}")
-        self.exchange_s = time.perf_counter() - started if self.group.world_size > 1 else 0.0
         self.stop.agreed = float(self.outcome.extras_K[2]) > 0
         for index in indices:
             sides = [self.pairs.branch(index, side) for side in SIDES]

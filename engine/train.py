@@ -23,7 +23,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from artifacts.store import write_atomically
 from schemas.errors import UserError
@@ -100,6 +100,16 @@ def _lock(out: Path) -> int:
             time.sleep(0.5)
 
 
+def be_deterministic() -> None:
+    """Before CUDA starts: kernels that add in a fixed order, or an error where PyTorch has none."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what PyTorch asks for before it takes cuBLAS for deterministic
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    filling: Any = torch.utils.deterministic
+    filling.fill_uninitialized_memory = False  # it costs a pass; nothing here reads what it has not written
+
+
 def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport | EvalReport:
     import transformers
 
@@ -156,6 +166,8 @@ def main() -> None:
         spec = TrainSpec.model_validate_json(options.spec.read_text())
         if spec.base.backend == "unsloth" and importlib.util.find_spec("unsloth") is not None:
             importlib.import_module("unsloth")  # it replaces parts of transformers and peft, so it comes before them
+        if spec.base.deterministic:
+            be_deterministic()
         from engine.collectives import take_launch
         from engine.session import Stop
 

@@ -48,6 +48,10 @@ class ModelConfig(Frozen):
         gt=0,
         description="host memory all processes may pin, taken at its word; none given: 90 % of what is free",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="kernels that add in a fixed order, slower: on a GPU too, equal runs are equal to the last bit",
+    )
     chat_template: str = Field(
         default="auto",
         description="auto (the prefix-preserving training template of the family), stock, or a .jinja file",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from engine.collectives import Group
 from engine.health import check_trackers, early_stop_reason, kl_to_start
 from engine.scores import token_logprobs
 from engine.session import Stop, latest_checkpoint
+from engine.train import be_deterministic
 from schemas.config import EarlyStopConfig, OptimizerConfig, SftConfig, SimpoConfig
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
@@ -103,6 +105,16 @@ def test_warm_up_begins_above_zero_so_that_every_step_trains(tmp_path: Path, n_s
         for folder in (Path(spec.adapters["start"].path), tmp_path / "out" / "adapter")
     )
     assert any(not torch.equal(start[name], tensor) for name, tensor in trained.items())
+
+
+def test_deterministic_asks_for_kernels_that_add_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    try:
+        be_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_tracker_that_is_not_installed_is_a_user_error() -> None:
