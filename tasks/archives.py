@@ -5,23 +5,20 @@ Every limit is on bytes after decompression, so a decompression bomb ends where 
 
 import gzip
 import io
-import lzma
 import os
-import struct
 import tarfile
 import zipfile
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import IO, cast
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
 from artifacts.store import file_sha256
+from tasks.containers import DAMAGE, Budget, Unreadable, leads_outside, one_line
 from tasks.input_files import path_name
+from tasks.sessions import COPY, HeldEvents
 from tasks.sources import Document, SourceError, find_adapter, load_document, read_document
 from tasks.sources.document import read_lines
 
@@ -33,27 +30,6 @@ Loader = Callable[..., Document]
 
 _PIECE_BYTES = 16 << 20
 _ZIP_ZSTANDARD = 93  # Python's zipfile reads it from 3.14 on
-_MIN_TOTAL_BYTES = 4 << 30
-_MAX_RATIO = 200
-
-
-_DAMAGE = (
-    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException),
-    *(struct.error, EOFError, UnicodeDecodeError, NotImplementedError, OverflowError),
-)
-"""What readers of containers raise at damaged bytes."""
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A member or a whole file that gives no document, and why."""
-
-    path: str
-    reason: str
 
 
 def _read_limited(stream: IO[bytes]) -> bytes:
@@ -63,21 +39,26 @@ def _read_limited(stream: IO[bytes]) -> bytes:
     return data
 
 
-def _unsafe(name: str) -> bool:
-    path = PurePosixPath(name.replace("\\", "/"))
-    return path.is_absolute() or ".." in path.parts or (len(name) > 1 and name[1] == ":")
-
-
-class _Budget:
-    """Total bytes that may come out of one archive."""
-
-    def __init__(self, compressed_bytes: int) -> None:
-        self.left = max(_MIN_TOTAL_BYTES, _MAX_RATIO * compressed_bytes)
-
-    def spend(self, n_bytes: int) -> None:
-        self.left -= n_bytes
-        if self.left < 0:
-            raise SourceError("archive unpacks to far more than its size: a decompression bomb")
+def _member_documents(
+    members: Iterable[tuple[str, bytes] | Unreadable], load: Loader
+) -> Iterator[Document | Unreadable]:
+    """Documents of the members (path, content); those that are single events become sessions, after the others."""
+    held = HeldEvents(MAX_DOCUMENT_BYTES)
+    for member in members:
+        if isinstance(member, Unreadable):
+            yield member
+            continue
+        path, data = member
+        try:
+            if held.take(path, data):
+                continue
+        except SourceError as error:
+            yield Unreadable(path, str(error))
+            continue
+        yield _member_document(data, path, load)
+    yield from held.sessions()
+    for path, data, is_copy in held.pages():
+        yield Unreadable(path, COPY) if is_copy else _member_document(data, path, load)
 
 
 def _member_document(data: bytes, path: str, load: Loader) -> Document | Unreadable:
@@ -107,15 +88,15 @@ def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
         raw.seek(info.header_offset + 30 + name_bytes + extra_bytes)
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw.read(info.compress_size))) as stream:
             return _read_limited(stream)
-    except (*_DAMAGE, OSError, RuntimeError) as error:  # RuntimeError: a password
-        raise SourceError(f"damaged member: {_one_line(error)}") from error
+    except (*DAMAGE, OSError, RuntimeError) as error:  # RuntimeError: a password
+        raise SourceError(f"damaged member: {one_line(error)}") from error
 
 
 def _is_eval_log(names: set[str]) -> bool:
     return "header.json" in names and any(name.startswith("samples/") for name in names)
 
 
-def _eval_log(archive: zipfile.ZipFile, path: str, budget: _Budget) -> Iterator[Document | Unreadable]:
+def _eval_log(archive: zipfile.ZipFile, path: str, budget: Budget) -> Iterator[Document | Unreadable]:
     """inspect_ai's `.eval`: each sample with the header that says which task and model it belongs to."""
     header = read_document(_zip_member(archive, archive.getinfo("header.json")), path).first
     for info in archive.infolist():
@@ -132,38 +113,42 @@ def _eval_log(archive: zipfile.ZipFile, path: str, budget: _Budget) -> Iterator[
         yield Document(member, sample.sha256, "json", {**header, "plan": {}, "samples": sample.records})
 
 
+def _zip_members(archive: zipfile.ZipFile, path: str, budget: Budget) -> Iterator[tuple[str, bytes] | Unreadable]:
+    for info in archive.infolist():
+        member = f"{path}!/{info.filename}"
+        if info.filename.endswith("/"):
+            continue
+        if leads_outside(info.filename):
+            yield Unreadable(member, "member name leads outside the archive")
+            continue
+        if (info.external_attr >> 28) == 0xA:
+            yield Unreadable(member, "a link, not a file")
+            continue
+        try:
+            data = _zip_member(archive, info)
+        except SourceError as error:
+            yield Unreadable(member, str(error))
+            continue
+        budget.spend(len(data))
+        yield member, data
+
+
 def _zip_documents(file: Path, load: Loader) -> Iterator[Document | Unreadable]:
     path = path_name(file)
-    budget = _Budget(file.stat().st_size)
+    budget = Budget(file.stat().st_size)
     with zipfile.ZipFile(file) as archive:
         if _is_eval_log(set(archive.namelist())):
             yield from _eval_log(archive, path, budget)
-            return
-        for info in archive.infolist():
-            member = f"{path}!/{info.filename}"
-            if info.filename.endswith("/"):
-                continue
-            if not info.filename or _unsafe(info.filename):
-                yield Unreadable(member, "member name leads outside the archive")
-                continue
-            if (info.external_attr >> 28) == 0xA:
-                yield Unreadable(member, "a link, not a file")
-                continue
-            try:
-                data = _zip_member(archive, info)
-            except SourceError as error:
-                yield Unreadable(member, str(error))
-                continue
-            budget.spend(len(data))
-            yield _member_document(data, member, load)
+        else:
+            yield from _member_documents(_zip_members(archive, path, budget), load)
 
 
 # tar and gzip ---------------------------------------------------------------------------------------------------
 
 
-def _tar_documents(file: Path, stream: IO[bytes], load: Loader) -> Iterator[Document | Unreadable]:
+def _tar_members(file: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes] | Unreadable]:
     path = path_name(file)
-    budget = _Budget(file.stat().st_size)
+    budget = Budget(file.stat().st_size)
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for info in archive:
             member = f"{path}!/{info.name}"
@@ -172,7 +157,7 @@ def _tar_documents(file: Path, stream: IO[bytes], load: Loader) -> Iterator[Docu
             if not info.isreg():
                 yield Unreadable(member, "a link or device, not a file")
                 continue
-            if _unsafe(info.name):
+            if leads_outside(info.name):
                 yield Unreadable(member, "member name leads outside the archive")
                 continue
             budget.spend(info.size)
@@ -180,7 +165,7 @@ def _tar_documents(file: Path, stream: IO[bytes], load: Loader) -> Iterator[Docu
                 yield Unreadable(member, f"larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
                 continue
             content = archive.extractfile(info)
-            yield _member_document(content.read() if content else b"", member, load)
+            yield member, content.read() if content else b""
 
 
 def _gzip_documents(file: Path, load: Loader, sha256: str | None) -> Iterator[Document | Unreadable]:
@@ -189,7 +174,7 @@ def _gzip_documents(file: Path, load: Loader, sha256: str | None) -> Iterator[Do
     with gzip.open(file) as unpacked:
         stream = cast("IO[bytes]", unpacked)
         if is_tar:
-            yield from _tar_documents(file, stream, load)
+            yield from _member_documents(_tar_members(file, stream), load)
         else:
             yield from _stream_documents(file, stream, stream.read(_PIECE_BYTES + 1), load, sha256)
 
@@ -271,12 +256,12 @@ def file_documents(
                 yield from _gzip_documents(file, load, sha256)
             elif head[257:262] == b"ustar":
                 stream.seek(0)
-                yield from _tar_documents(file, stream, load)
+                yield from _member_documents(_tar_members(file, stream), load)
             elif head[:4] == b"PAR1":
                 yield from _parquet_documents(file, sha256)
             else:
                 yield from _stream_documents(file, stream, head, load, sha256)
-    except (*_DAMAGE, gzip.BadGzipFile) as error:
-        raise SourceError(f"damaged archive: {_one_line(error)}") from error
+    except (*DAMAGE, gzip.BadGzipFile) as error:
+        raise SourceError(f"damaged archive: {one_line(error)}") from error
     except OSError as error:
-        raise SourceError(f"cannot be read: {error.strerror or _one_line(error)}") from error
+        raise SourceError(f"cannot be read: {error.strerror or one_line(error)}") from error

@@ -1,6 +1,5 @@
 """Documents that are no single file: sessions kept as one file an event, and data sets by name."""
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ import pyarrow as pa
 
 from tasks.archives import MAX_DOCUMENT_BYTES
 from tasks.input_files import path_name
-from tasks.sources import Document, SourceError, read_document
+from tasks.sessions import session_document
+from tasks.sources import Document, SourceError
 
 
 def store_documents(folder: Path, files: Iterable[Path]) -> Iterator[Document]:
@@ -18,25 +18,15 @@ def store_documents(folder: Path, files: Iterable[Path]) -> Iterator[Document]:
     Raises:
         SourceError: all events together are larger than a document may be.
     """
-    digest, events, problems = hashlib.sha256(), [], []
-    n_bytes = n_replaced = 0
-    for file in files:
-        try:
-            data = file.read_bytes()
-            digest.update(data)
-            event = read_document(data, path_name(file))
-        except OSError as error:
-            problems.append(f"{file.name}: cannot be read: {error.strerror or error}")
-            continue
-        except SourceError as error:
-            problems.append(f"{file.name}: {error}")
-            continue
-        events += event.records
-        n_replaced += event.n_replaced
-        n_bytes += len(data)
-        if n_bytes > MAX_DOCUMENT_BYTES:
-            raise SourceError(f"a session larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
-    yield Document(path_name(folder), digest.hexdigest(), "jsonl", events, tuple(problems), n_replaced)
+
+    def contents() -> Iterator[tuple[str, bytes | OSError]]:
+        for file in files:
+            try:
+                yield file.name, file.read_bytes()
+            except OSError as error:
+                yield file.name, error
+
+    yield session_document(path_name(folder), contents(), MAX_DOCUMENT_BYTES)
 
 
 def dataset_documents(name: str) -> Iterator[Document]:

@@ -3,7 +3,6 @@
 import glob
 import hashlib
 import os
-import re
 import sqlite3
 import stat
 import time
@@ -15,8 +14,7 @@ from pathlib import Path
 
 from artifacts.store import file_sha256, payload_digest
 from schemas.errors import UserError
-from tasks.sources import SourceError, read_document
-from tasks.sources.openhands import is_single_event
+from tasks.sessions import COPY, event_number, is_event, is_page
 
 
 def path_name(path: Path) -> str:
@@ -116,24 +114,24 @@ def _stat(path: Path) -> InputFile:
     return InputFile(path, stamp, is_settled=info.st_ctime_ns < time.time_ns() - _SETTLED_NS)
 
 
-_EVENT_NAME = re.compile(r"(?:event-)?(\d+)(?:-[0-9a-f-]{8,})?\.json")
-_PAGE_NAME = re.compile(r"\d+-\d+\.json")
-
-
 def _session(folder: Path, files: list[str]) -> InputFile | None:
     """A folder of `0.json`, `1.json`, `10.json` or `event-00007-<id>.json`, each one event, as one session."""
-    numbered = [(int(match[1]), file) for file in files if (match := _EVENT_NAME.fullmatch(os.path.basename(file)))]
-    if not numbered or len(numbered) != len(files):
+    numbered = []
+    for file in files:
+        number = event_number(os.path.basename(file))
+        if number is None:
+            return None
+        numbered.append((number, file))
+    if not numbered:
         return None
     events = tuple(Path(file) for _, file in sorted(numbered))
     found = [_stat(file) for file in events]
     if any(file.problem for file in found):
         return None
     try:
-        first = read_document(events[0].read_bytes())
-    except (OSError, SourceError):
-        return None
-    if not is_single_event(first):
+        if not is_event(events[0].read_bytes()):
+            return None
+    except OSError:
         return None
     stamps = "\n".join(f"{file.name} {file.stamp}" for file in found)
     digest = hashlib.sha256(stamps.encode()).hexdigest()
@@ -151,8 +149,8 @@ def _walk(folder: Path) -> Iterator[InputFile]:
             yield from _walk(Path(entry.path))
         elif entry.is_dir() or session is not None:
             continue
-        elif is_copy and _PAGE_NAME.fullmatch(entry.name):
-            yield InputFile(Path(entry.path), problem="a copy of events that lie beside it")
+        elif is_copy and is_page(entry.name):
+            yield InputFile(Path(entry.path), problem=COPY)
         else:
             yield _stat(Path(entry.path))
     if session is not None:

@@ -18,9 +18,10 @@ from artifacts.store import DigestedFile
 from artifacts.tables import buffered
 from schemas.config import SourceConfig
 from schemas.tables import TRAJECTORIES
-from tasks.archives import Unreadable, file_documents
+from tasks.archives import file_documents
 from tasks.catalog import Catalog, FileNotes, RunEntry
 from tasks.columns import record_batch
+from tasks.containers import Unreadable
 from tasks.documents import dataset_documents, store_documents
 from tasks.input_files import DigestBook, InputFile
 from tasks.redact import redact

@@ -20,7 +20,8 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.archives import Unreadable, file_documents
+from tasks.archives import file_documents
+from tasks.containers import Unreadable
 from tasks.sources import SourceError, find_adapter
 
 EXAMPLES = 60

@@ -20,7 +20,7 @@ from artifacts.store import Store
 from artifacts.tables import iter_rows, open_table
 from schemas.config import SourceConfig
 from schemas.reports import Ingested
-from tasks import archives
+from tasks import archives, containers
 from tasks.ingest import ingest
 from tasks.sources import SourceError, parse, read_document
 
@@ -242,7 +242,7 @@ def test_cut_archives_keep_their_whole_members(logs: Path) -> None:
 
 def test_decompression_bombs_end_at_the_limit(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "MAX_DOCUMENT_BYTES", 4 << 20)
-    monkeypatch.setattr(archives, "_MIN_TOTAL_BYTES", 8 << 20)
+    monkeypatch.setattr(containers, "_MIN_TOTAL_BYTES", 8 << 20)
     zeros = b" " * (5 << 20)
     with zipfile.ZipFile(logs / "big.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("big.json", zeros)

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from artifacts.tables import iter_rows, open_table
 from schemas.config import SourceConfig
 from schemas.errors import UserError
 from schemas.reports import LISTED, Ingested
-from tasks import input_files
+from tasks import archives, input_files
 from tasks.ingest import ingest, source_digest
 from tasks.input_files import InputFile, find_files
 
@@ -64,6 +66,52 @@ def test_a_session_of_one_file_an_event_is_one_run(shared_dir: Path, tmp_path: P
     assert [dropped.reason for dropped in result.report.quarantined if "event_cache" in dropped.what] == [
         "a copy of events that lie beside it"
     ]
+
+
+def packed(folder: Path, archive: Path, kind: str) -> None:
+    """The folder's files, last name first: an archive has them in any order."""
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), reverse=True)
+    if kind == "zip":
+        with zipfile.ZipFile(archive, "w") as zipped:
+            for path in files:
+                zipped.write(path, path.relative_to(folder))
+    else:
+        with tarfile.open(archive, "w:gz") as tarred:
+            for path in files:
+                tarred.add(path, path.relative_to(folder))
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
+def test_sessions_in_an_archive_are_read_like_those_in_folders(
+    shared_dir: Path, tmp_path: Path, logs: Path, kind: str
+) -> None:
+    for name in ("s1", "s2"):
+        keep_as_events(shared_dir, tmp_path / "sessions" / name / "events")
+    (tmp_path / "sessions" / "s1" / "event_cache").mkdir()
+    (tmp_path / "sessions" / "s1" / "event_cache" / "0-25.json").write_text("[]")
+    (tmp_path / "sessions" / "s1" / "7.json").write_bytes(chat("a run called like an event"))
+    packed(tmp_path / "sessions", logs / f"all.{kind}", kind)
+    result = run(tmp_path / "store", logs, dedupe="off")
+    inside = {row["source_path"].partition("!/")[2]: row["messages"] for row in rows(result)}
+    (plain,) = rows(run(tmp_path / "plain", shared_dir / "openhands" / "replay_basic_gui_mode.json"))
+    assert set(inside) == {"s1/events", "s2/events", "s1/7.json"}
+    assert inside["s1/events"] == inside["s2/events"] == plain["messages"]
+    assert [dropped.reason for dropped in result.report.quarantined] == ["a copy of events that lie beside it"]
+
+
+def test_sessions_larger_than_the_limit_are_refused_in_bounded_memory(
+    shared_dir: Path, tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_as_events(shared_dir, tmp_path / "events")
+    packed(tmp_path, logs / "all.zip", "zip")
+    (logs / "good.json").write_bytes(chat("good"))
+    n_bytes = sum(path.stat().st_size for path in (tmp_path / "events").iterdir())
+    monkeypatch.setattr(archives, "MAX_DOCUMENT_BYTES", n_bytes - 1)
+    result = run(tmp_path / "store", logs)
+    assert [row["messages"][0]["content"] for row in rows(result)] == ["good"]
+    assert {dropped.reason for dropped in result.report.quarantined} == {
+        "sessions of more than 0 MiB in an archive: unpack it first"
+    }
 
 
 def test_events_of_the_sdk_are_a_session_too(shared_dir: Path, tmp_path: Path, logs: Path) -> None:
