@@ -42,6 +42,10 @@ from schemas.config import LoraConfig, ModelConfig, OptimizerConfig
 from schemas.errors import UserError
 from schemas.spec import TrainSpec
 
+OUTSIDE_ALLOCATOR_BYTES = int(2.2 * GIB)
+"""Kernels, their local memory and NCCL, which come after the budget is measured: 2.16 GiB of each of two H200s by NVML,
+beyond a bare CUDA context."""
+
 PLANNED_LENGTHS = 32
 """Lengths, evenly spread over the stage's, that the host buffer is sized by. Shorter branches may keep more there."""
 
@@ -125,9 +129,10 @@ def measured_budget(base: ModelConfig, group: Group) -> Budget | None:
     if group.device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(group.device)
+    own_bytes = free_bytes - OUTSIDE_ALLOCATOR_BYTES
     if base.gpu_gib is not None:
-        free_bytes = min(free_bytes, int(base.gpu_gib * GIB))
-    return Budget(free_bytes, host_budget(base.host_gib, host_limits()) // group.world_size)
+        own_bytes = min(free_bytes, int(base.gpu_gib * GIB))
+    return Budget(own_bytes, host_budget(base.host_gib, host_limits()) // group.world_size)
 
 
 def hold_device(base: ModelConfig, device: torch.device) -> None:

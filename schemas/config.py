@@ -41,7 +41,9 @@ class ModelConfig(Frozen):
         "auto: long_context on a GPU when a branch is longer than 8,192 tokens",
     )
     gpu_gib: float | None = Field(
-        default=None, gt=0, description="GPU memory a process may use; none given: what is free"
+        default=None,
+        gt=0,
+        description="GPU memory that PyTorch may allocate; none given: what is free, less 2.2 for CUDA's libraries",
     )
     host_gib: float | None = Field(
         default=None,
