@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_inputs import simpo_spec
 
 from engine import preference
@@ -115,6 +116,17 @@ def test_deterministic_asks_for_kernels_that_add_in_a_fixed_order(monkeypatch: p
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_steps_go_to_tensorboard_unless_told_otherwise(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"epochs": 1})
+    spec = simpo_spec(tmp_path / "inputs", config, n_pairs=3, n_heldout=0)
+    spec = spec.model_copy(update={"log_folder": str(tmp_path / "logs")})
+    train(spec, tmp_path / "out")
+    (folder,) = (tmp_path / "logs").iterdir()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/margin")] == [1, 2, 3]
 
 
 def test_tracker_that_is_not_installed_is_a_user_error() -> None:
