@@ -69,15 +69,22 @@ def _entropy(value: str) -> float:
 
 _SECRET_NAME = (
     r"(?i)(?:api_?key|secret(?:_?access)?_?key|access_?key|auth_?token|access_?token|client_?secret|passwd|password)"
-    r"[\"']?\s{0,3}(?:=|:|=>)\s{0,3}[\"']?"
+    r"[\"']?\s{0,3}"
 )
-_ASSIGNED = re.compile(_SECRET_NAME + r"([A-Za-z0-9+/_.~-]{16,200})")
+_SEPARATOR = r"(?:=>?|:)\s{0,3}[\"']?"
+_ASSIGNED = re.compile(_SEPARATOR + r"([A-Za-z0-9+/_.~-]{16,200})")
+_NAME_BEFORE = re.compile(_SECRET_NAME + "$")
+_MAX_NAME_CHARS = 24
 _NAME_LIKE = re.compile(r"[A-Za-z_]+(?:[._-][A-Za-z_]+)*")
 
 
 def _assigned_values(text: str) -> Iterator[tuple[int, int]]:
-    """Values of secret-like names that look random: mixed characters and high entropy, no identifiers or paths."""
+    """Values of secret-like names that look random: mixed characters and high entropy, no identifiers or paths. Looked
+    for from the separator outwards: names are many, and of any case.
+    """
     for match in _ASSIGNED.finditer(text):
+        if not _NAME_BEFORE.search(text, max(0, match.start() - _MAX_NAME_CHARS), match.start()):
+            continue
         value = match.group(1)
         mixed = any(char.isdigit() for char in value) and any(char.isalpha() for char in value)
         if mixed and not _NAME_LIKE.fullmatch(value) and "/" not in value[:2] and _entropy(value) >= 3.5:
@@ -88,7 +95,7 @@ _DOMAIN = re.compile(r"@((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,5}[A-Za-z]{2,
 _LOCAL_PART = re.compile(r"(?:^|[^\w.+-])([A-Za-z0-9](?:[\w.+-]{0,62}\w)?)$")
 _KEPT_DOMAINS = (".example", "example.com", "example.org", "example.net", ".invalid", ".test", ".localhost")
 _HOME = re.compile(
-    r"(?:/home/|/Users/|/mnt/c/Users/|[A-Za-z]:(?:\\{1,4}|/)Users(?:\\{1,4}|/))([A-Za-z0-9][\w.-]*\w|\w)"
+    r"(?:/home/|/Users/|:(?<=[A-Za-z]:)(?:\\{1,4}Users(?:\\{1,4}|/)|/Users\\{1,4}))([A-Za-z0-9][\w.-]*\w|\w)"
 )
 _KEPT_USERS = frozenset(
     (
@@ -154,7 +161,7 @@ def rules() -> tuple[tuple[Rule, ...], hyperscan.Database]:
         _library(AzureStorageKeyDetector, "AccountKey="),
         _library(BasicAuthDetector, r"://[^:/?#\s]+:[^:/?#\s]+@"),
         Rule("token", r"(?:sk-|github_pat_|hf_|npm_|AIza|ya29\.)[A-Za-z0-9_-]{20}", _matches(*_PLAIN_TOKENS)),
-        Rule("assigned_secret", _SECRET_NAME + "[A-Za-z0-9+/_.~-]{16}", _assigned_values),
+        Rule("assigned_secret", _SECRET_NAME + _SEPARATOR + "[A-Za-z0-9+/_.~-]{16}", _assigned_values),
         Rule("email", r"@[A-Za-z0-9.-]+\.[A-Za-z]", _emails, ("@",)),
         Rule("home_directory", r"/home/\w|[/\\]Users[/\\]", _home_users, ("/home/", "Users")),
     )
