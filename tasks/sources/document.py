@@ -159,6 +159,18 @@ class Shape:
             return None
 
 
+def _begins_with_a_whole_line(body: bytes) -> bool:
+    """Whether the first of several lines is a JSON value: then the whole is none, and need not be tried as one."""
+    end = body.find(b"\n")
+    if end < 0:
+        return False
+    try:
+        msgspec.json.decode(memoryview(body)[:end])
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
 def read_document(data: bytes, path: str = "", *, sha256: str | None = None) -> Document:
     """Parses the bytes of one file.
 
@@ -172,11 +184,13 @@ def read_document(data: bytes, path: str = "", *, sha256: str | None = None) -> 
     if b"\0" in body[:4096]:
         raise SourceError("binary data, not a log")
     if body[:1] in b"{[":
-        try:
-            value, n_replaced = _loads(body)
-            return Document(path, sha256, "json", value, n_replaced=n_replaced)
-        except ValueError as error:
-            first_problem = str(error)
+        first_problem = "more than one value"
+        if not _begins_with_a_whole_line(body):
+            try:
+                value, n_replaced = _loads(body)
+                return Document(path, sha256, "json", value, n_replaced=n_replaced)
+            except ValueError as error:
+                first_problem = str(error)
         values, problems, n_replaced = read_lines(body)
         if any(isinstance(value, dict) for value in values):
             return Document(path, sha256, "jsonl", values, tuple(problems), n_replaced)
