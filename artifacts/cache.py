@@ -106,8 +106,11 @@ class StageKey(CachePolicy):
         return stage_key(self.stage, self.version, inputs["request"])
 
 
-def stage_policy(stage: str, version: int, store: Path) -> StageKey:
-    """Keys of `stage`; two runs that want the same key wait for each other, and the second finds the first's result."""
+def stage_policy(stage: str, version: int, store: Path | None) -> StageKey:
+    """Keys of `stage`; with a store, two runs that want the same key wait for each other, and the second finds the
+    first's result."""
+    if store is None:
+        return StageKey(stage=stage, version=version)
     return StageKey(
         stage=stage,
         version=version,

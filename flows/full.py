@@ -1,6 +1,6 @@
 """The whole pipeline on one screen: from logged runs to a promoted adapter."""
 
-from prefect import flow
+from prefect import State, flow
 
 from artifacts.serializer import ArtifactSerializer
 from flows.pipeline import Pipeline
@@ -20,7 +20,7 @@ def traceforge(
     until: StageName = "promote",
     refresh: tuple[StageName, ...] = (),
     pool_timeout_s: float | None = None,
-) -> RunReport:
+) -> RunReport | State[RunReport]:
     """Logged agent runs to a better adapter.
 
     Args:
@@ -53,4 +53,4 @@ def traceforge(
         adapters = {"sft": sft, "simpo": simpo} | ({"incumbent": incumbent} if incumbent else {})
         evaluated = run(stages.EVALUATE, **on_model, pairs=pairs, adapters=adapters, evaluate=config.evaluate)
         run(stages.PROMOTE, evaluated=evaluated, candidate=simpo, promote=config.promote)
-    return run.report
+    return run.result()

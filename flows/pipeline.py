@@ -8,13 +8,14 @@ from uuid import uuid4
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
+from prefect.states import Cancelled
 
 from artifacts.cards import Card, card, run_card, summary
 from artifacts.locks import in_use
 from artifacts.runs import write_run
 from artifacts.store import Store
 from flows.reporting import PrefectReporter
-from flows.stages import Execution, stage_task
+from flows.stages import Execution, StageCancelledError, stage_task
 from schemas.config import RunConfig
 from schemas.requests import StageName
 from schemas.runs import RunReport, RunStatus, StageRun
@@ -27,7 +28,7 @@ class Reached(Exception):  # noqa: N818
 
 
 class Pipeline:
-    """A context in which stages run. Leaving it closes the run's record; `Reached` ends it quietly."""
+    """A context in which stages run. Leaving it closes the run's record; `Reached` and a cancel end it quietly."""
 
     def __init__(
         self,
@@ -66,12 +67,19 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        status: RunStatus = "completed" if kind is None or kind is Reached else "failed"
-        self._update(status=status, message="" if status == "completed" else f"{error}")
+        status: RunStatus = "cancelled" if kind is StageCancelledError else "failed"
+        if kind is None or kind is Reached:
+            self._update(status="completed")
+        else:
+            self._update(status=status, message=str(error) or type(error).__name__)
         for scope in reversed(self._scopes):
             scope.__exit__(None, None, None)
         show(run_card(self.report))
-        return kind is Reached
+        return kind in (Reached, StageCancelledError)
+
+    def result(self) -> RunReport | State[RunReport]:
+        """What the flow returns: the run's record, or a state that says that it was cancelled."""
+        return Cancelled(message=self.report.message) if self.report.status == "cancelled" else self.report
 
     def __call__(self, stage: Stage[RequestT, ResultT], **inputs: Any) -> ResultT:
         """Runs a stage on its inputs, the fields of its request, or takes its cached result.

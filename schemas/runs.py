@@ -9,7 +9,7 @@ from schemas.refs import Ref
 from schemas.reports import Evaluated, Ingested, ModelReady, Paired, Promoted, Rendered, StageResult, Trained
 from schemas.requests import StageName
 
-RunStatus = Literal["running", "completed", "failed", "nothing_new", "skipped"]
+RunStatus = Literal["running", "completed", "failed", "cancelled", "nothing_new", "skipped"]
 
 
 class StageRun(Frozen):

@@ -54,19 +54,25 @@ def changed(config: RunConfig, section: str, **fields: Any) -> RunConfig:
     return RunConfig.model_validate(data)
 
 
+def run(config: RunConfig, **parameters: Any) -> RunReport:
+    report = traceforge(config, **parameters)
+    assert isinstance(report, RunReport)
+    return report
+
+
 def outcomes(report: RunReport) -> dict[str, str]:
-    return {run.stage: run.outcome for run in report.stages}
+    return {line.stage: line.outcome for line in report.stages}
 
 
 def ran(report: RunReport) -> list[str]:
-    return [run.stage for run in report.stages if run.outcome == "ran" and run.stage != "promote"]
+    return [line.stage for line in report.stages if line.outcome == "ran" and line.stage != "promote"]
 
 
 def test_second_run_takes_every_stage_from_the_cache(config: RunConfig, fakes: FakeStages) -> None:
-    first = traceforge(config)
+    first = run(config)
     assert outcomes(first) == dict.fromkeys(ALL, "ran")
     assert first.status == "completed"
-    second = traceforge(config)
+    second = run(config)
     assert outcomes(second) == {**dict.fromkeys(CACHED, "cached"), "promote": "ran"}
     assert fakes.calls == {**dict.fromkeys(CACHED, 1), "promote": 2}
     assert second.all_refs() == first.all_refs()
@@ -74,7 +80,7 @@ def test_second_run_takes_every_stage_from_the_cache(config: RunConfig, fakes: F
 
 
 def test_one_changed_field_runs_just_the_stages_it_feeds(config: RunConfig, fakes: FakeStages) -> None:
-    traceforge(config)
+    run(config)
     after_sft = ["sft", "simpo", "evaluate"]
     for section, fields, again in [
         ("simpo", {"beta": 3.0}, ["simpo", "evaluate"]),
@@ -88,25 +94,25 @@ def test_one_changed_field_runs_just_the_stages_it_feeds(config: RunConfig, fake
         ("promote", {"min_gain": 0.5}, []),
         ("source", {"dedupe": "off"}, ["ingest"]),  # the same bytes come out, so nothing after it runs
     ]:
-        assert ran(traceforge(changed(config, section, **fields))) == again, (section, fields)
+        assert ran(run(changed(config, section, **fields))) == again, (section, fields)
 
 
 @pytest.mark.parametrize("damage", ["deleted", "altered"])
 def test_damaged_payload_runs_its_stage_again_and_no_other(config: RunConfig, fakes: FakeStages, damage: str) -> None:
-    first = traceforge(config)
+    first = run(config)
     assert first.rendered is not None
     payload = Path(first.rendered.branches.path)
     if damage == "deleted":
         payload.unlink()
     else:
         payload.write_bytes(payload.read_bytes().replace(b'"', b"'", 1))  # as long as before
-    assert ran(traceforge(config)) == ["render"]
-    assert ran(traceforge(config)) == []
+    assert ran(run(config)) == ["render"]
+    assert ran(run(config)) == []
 
 
 def test_refresh_runs_the_named_stage_only(config: RunConfig, fakes: FakeStages) -> None:
-    traceforge(config)
-    assert ran(traceforge(config, refresh=("sft",))) == ["sft"]
+    run(config)
+    assert ran(run(config, refresh=("sft",))) == ["sft"]
 
 
 @pytest.mark.parametrize(
@@ -118,8 +124,8 @@ def test_refresh_runs_the_named_stage_only(config: RunConfig, fakes: FakeStages)
     ],
 )
 def test_until_ends_after_a_stage(config: RunConfig, fakes: FakeStages, until: StageName, stages: list[str]) -> None:
-    report = traceforge(config, until=until)
-    assert [run.stage for run in report.stages] == stages
+    report = run(config, until=until)
+    assert [line.stage for line in report.stages] == stages
     assert report.status == "completed"
     assert report.promoted is None
 
@@ -127,7 +133,7 @@ def test_until_ends_after_a_stage(config: RunConfig, fakes: FakeStages, until: S
 def test_user_error_reaches_the_caller_at_once(config: RunConfig, fakes: FakeStages) -> None:
     fakes.failures["pairs"] = [UserError("no pair found", where="pairs", fix="more runs")]
     with pytest.raises(UserError, match=r"pairs: no pair found \(more runs\)"):
-        traceforge(config)
+        run(config)
     assert fakes.calls["pairs"] == 1  # a retry would not help
     assert fakes.calls["sft"] == 0
     record = read_runs(Path(config.store))[-1]
@@ -138,12 +144,12 @@ def test_user_error_reaches_the_caller_at_once(config: RunConfig, fakes: FakeSta
 
 def test_passing_failure_is_retried(config: RunConfig, fakes: FakeStages) -> None:
     fakes.failures["render"] = [OSError("stale file handle")]
-    assert traceforge(config, until="render").status == "completed"
+    assert run(config, until="render").status == "completed"
     assert fakes.calls["render"] == 2
 
 
 def test_every_stage_has_a_card_also_when_cached(config: RunConfig, fakes: FakeStages) -> None:
-    traceforge(config)
+    run(config)
     state = traceforge(config, return_state=True)
     flow_run_id = state.state_details.flow_run_id
     assert flow_run_id is not None
@@ -158,7 +164,7 @@ def test_every_stage_has_a_card_also_when_cached(config: RunConfig, fakes: FakeS
 
 
 def test_records_are_json_and_hold_no_pickle(config: RunConfig, fakes: FakeStages) -> None:
-    traceforge(config)
+    run(config)
     records = list((Path(config.store) / "results").iterdir())
     assert {record.name.split("-")[0] for record in records} == set(CACHED)
     for record in records:
@@ -168,8 +174,8 @@ def test_records_are_json_and_hold_no_pickle(config: RunConfig, fakes: FakeStage
 
 def test_gc_keeps_what_a_kept_run_or_an_alias_refers_to(config: RunConfig, fakes: FakeStages) -> None:
     store = Path(config.store)
-    old = traceforge(config)
-    new = traceforge(changed(config, "sft", epochs=2.0))
+    old = run(config)
+    new = run(changed(config, "sft", epochs=2.0))
     assert old.sft is not None
     assert new.sft is not None
     (store / "aliases").mkdir(exist_ok=True)
@@ -183,8 +189,8 @@ def test_gc_keeps_what_a_kept_run_or_an_alias_refers_to(config: RunConfig, fakes
     assert old.simpo is not None
     assert before - after == {old.simpo.adapter.path} == {payload.path for payload in report.removed}
     assert {ref.path for ref in new.all_refs()} | {old.sft.adapter.path} <= after
-    assert ran(traceforge(changed(config, "sft", epochs=2.0))) == []
-    assert ran(traceforge(config)) == ["simpo"]  # of the old run, only what was removed runs again
+    assert ran(run(changed(config, "sft", epochs=2.0))) == []
+    assert ran(run(config)) == ["simpo"]  # of the old run, only what was removed runs again
 
 
 def night(config: RunConfig, **parameters: Any) -> RunReport:
