@@ -19,11 +19,14 @@ from pydantic import Field
 from schemas.base import Frozen
 from schemas.config import RunConfig
 from schemas.errors import UserError
-from tasks.local_server import configured_api_url
+from tasks.local_server import configured_api_url, require_answer
 
 FOLDER = Path("deployments")
 POOL_LIMITS: dict[str, int | None] = {"traceforge-cpu": None, "traceforge-two-gpu": 1}
 """The limit is the lock on the GPUs: one training at a time, whatever the number of workers."""
+
+ENDING, NOTIFYING = ("zombies", "stuck"), ("bad-night", "no-night")
+"""Files of deployments/automations: what ends runs that nobody works on, and what tells people."""
 
 PIPELINES = ("flows.full.traceforge", "flows.nightly.nightly")
 
@@ -80,7 +83,7 @@ def prefect_file(config: RunConfig) -> dict[str, Any]:
 
 
 def _deploy(content: dict[str, Any]) -> None:
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=FOLDER, prefix=".prefect-", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="prefect-", delete=False) as file:
         yaml.safe_dump(content, file)
     try:
         result = subprocess.run(
@@ -105,13 +108,14 @@ def _ensure_automation(client: SyncPrefectClient, content: dict[str, Any]) -> No
 
 
 def _automations(client: SyncPrefectClient, notify: str | None) -> list[dict[str, Any]]:
-    """The automations to register; the notification only once there is a block to send it through."""
-    zombies, bad_night = (
-        yaml.safe_load((FOLDER / "automations" / name).read_text(encoding="utf-8"))
-        for name in ("zombies.yaml", "bad-night.yaml")
-    )
+    """The automations to register; those that notify only once there is a block to send it through."""
+
+    def read(name: str) -> dict[str, Any]:
+        return yaml.safe_load((FOLDER / "automations" / f"{name}.yaml").read_text(encoding="utf-8"))
+
+    found = [read(name) for name in ENDING]
     if notify is None:
-        return [zombies]
+        return found
     slug, _, name = notify.partition("/")
     try:
         block = client.read_block_document_by_name(name, slug, include_secrets=False)
@@ -119,8 +123,10 @@ def _automations(client: SyncPrefectClient, notify: str | None) -> list[dict[str
         raise UserError(
             f"no notification block {notify!r}", where="--notify", fix="TYPE/NAME of a block of the Prefect server"
         ) from error
-    bad_night["actions"][0]["block_document_id"] = str(block.id)
-    return [zombies, bad_night]
+    for automation in map(read, NOTIFYING):
+        automation["actions"][0]["block_document_id"] = str(block.id)
+        found.append(automation)
+    return found
 
 
 def deploy(config: RunConfig, *, notify: str | None = None) -> DeployReport:
@@ -131,7 +137,7 @@ def deploy(config: RunConfig, *, notify: str | None = None) -> DeployReport:
         notify: `TYPE/NAME` of a notification block, e.g. `slack-webhook/team`, for bad nights
 
     Raises:
-        UserError: no server is configured, it refuses a deployment, or there is no such block.
+        UserError: no server is configured, it does not answer, it refuses a deployment, or there is no such block.
     """
     url = configured_api_url()
     if url is None:
@@ -140,6 +146,7 @@ def deploy(config: RunConfig, *, notify: str | None = None) -> DeployReport:
             where="PREFECT_API_URL",
             fix="prefect server start --background; prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api",
         )
+    require_answer(url)
     with get_client(sync_client=True) as client:
         automations = _automations(client, notify)
         for name, limit in POOL_LIMITS.items():
