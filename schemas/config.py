@@ -3,17 +3,39 @@
 A stage's cache key holds its own section and the digests of its inputs, so a field re-runs just the stages it feeds.
 """
 
-from typing import Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, field_validator, model_validator
 
 from schemas.base import Frozen
 
 SpanKind = Literal["reasoning", "thought", "action", "turn_end"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
+LARGEST: Final = 2**31 - 1
 
-class SourceConfig(Frozen):
+
+class Section(Frozen):
+    """A part of the configuration, as a person types it.
+
+    Kinds of value that no stage can use are refused in every field: each would end as an error of some library, hours
+    later. Numbers are finite, whole ones fit a seed and a tensor's size, text is neither empty nor holds a NUL.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False, str_min_length=1, str_max_length=4096)
+
+    @field_validator("*")
+    @classmethod
+    def _usable(cls, value: Any) -> Any:
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, int) and item > LARGEST:
+                raise ValueError(f"whole numbers go up to {LARGEST}")
+            if isinstance(item, str) and "\0" in item:
+                raise ValueError("text holds a NUL character")
+        return value
+
+
+class SourceConfig(Section):
     """What to ingest."""
 
     paths: tuple[str, ...] = Field(
@@ -24,7 +46,7 @@ class SourceConfig(Frozen):
     dedupe: Literal["exact", "near", "off"] = Field(default="exact", description="which repeated runs to drop")
 
 
-class ModelConfig(Frozen):
+class ModelConfig(Section):
     """The base model."""
 
     name: str = Field(
@@ -60,7 +82,7 @@ class ModelConfig(Frozen):
     )
 
 
-class LoraConfig(Frozen):
+class LoraConfig(Section):
     """The adapter, the same for both training stages."""
 
     r: int = Field(default=16, ge=1, le=1024)
@@ -77,7 +99,7 @@ class LoraConfig(Frozen):
     )
 
 
-class SplitConfig(Frozen):
+class SplitConfig(Section):
     """Which tasks are held out. By a fixed hash, so a task stays on its side as data grows."""
 
     by: Literal["task", "repo"] = "task"
@@ -89,7 +111,7 @@ class SplitConfig(Frozen):
     )
 
 
-class RenderConfig(Frozen):
+class RenderConfig(Section):
     """Conversations to tokens and spans."""
 
     max_tokens: int = Field(
@@ -122,7 +144,7 @@ class RenderConfig(Frozen):
     )
 
 
-class PairsConfig(Frozen):
+class PairsConfig(Section):
     """Which branches are compared with which."""
 
     rules: tuple[Literal["outcome", "efficiency", "step", "repair"], ...] = Field(default=("outcome",), min_length=1)
@@ -144,7 +166,7 @@ class PairsConfig(Frozen):
     seed: int = Field(default=0, ge=0)
 
 
-class OptimizerConfig(Frozen):
+class OptimizerConfig(Section):
     learning_rate: float = Field(default=1e-4, gt=0, le=1)
     lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = "linear"
     warmup_share: float = Field(default=0.05, ge=0, lt=1)
@@ -155,7 +177,7 @@ class OptimizerConfig(Frozen):
     optimizer: Literal["adamw_torch", "adamw_bnb_8bit"] = "adamw_torch"
 
 
-class EarlyStopConfig(Frozen):
+class EarlyStopConfig(Section):
     """When to end training before its last step. Without a value, never."""
 
     patience_steps: int | None = Field(
@@ -169,11 +191,11 @@ class EarlyStopConfig(Frozen):
     )
 
 
-class SftConfig(Frozen):
+class SftConfig(Section):
     """Supervised fine-tuning on resolved runs."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    epochs: float = Field(default=1.0, gt=0)
+    epochs: float = Field(default=1.0, gt=0, le=100_000)
     tokens_per_micro_batch: int = Field(
         default=8192, ge=16, description="padded tokens of one micro-batch; a longer row goes alone"
     )
@@ -196,7 +218,7 @@ class SftConfig(Frozen):
         return self
 
 
-class SimpoConfig(Frozen):
+class SimpoConfig(Section):
     """Preference optimisation on pairs, one branch a rank."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
@@ -220,10 +242,10 @@ class SimpoConfig(Frozen):
         "behind their common prefix in one pass; auto: for each pair what is predicted to end first",
     )
     n_processes: int | None = Field(
-        default=None, ge=1, description="one a GPU; none given: 2 for auto and parallel, 1 for the others"
+        default=None, ge=1, le=64, description="one a GPU; none given: 2 for auto and parallel, 1 for the others"
     )
     balanced: bool = Field(default=True, description="deal branches to processes by predicted cost; false: in order")
-    epochs: float = Field(default=1.0, gt=0)
+    epochs: float = Field(default=1.0, gt=0, le=100_000)
     accumulation: int = Field(default=1, ge=1, description="pairs per optimiser step")
     accumulation_start: int | None = Field(
         default=None, ge=1, description="pairs per step at the start, falling linearly to `accumulation`"
@@ -281,16 +303,18 @@ class SimpoConfig(Frozen):
         return self.beta * (0.5 if self.gamma_beta_ratio is None else self.gamma_beta_ratio)
 
 
-class EvaluateConfig(Frozen):
+class EvaluateConfig(Section):
     """Base, SFT, SimPO and incumbent on held-out tasks."""
 
-    length_buckets: tuple[int, ...] = Field(default=(2048, 8192, 16384, 32768, 65536, 131072), min_length=1)
+    length_buckets: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+        default=(2048, 8192, 16384, 32768, 65536, 131072), min_length=1
+    )
     tokens_per_micro_batch: int = Field(default=8192, ge=16)
-    bootstrap_samples: int = Field(default=1000, ge=100)
+    bootstrap_samples: int = Field(default=1000, ge=100, le=1_000_000)
     seed: int = Field(default=0, ge=0)
 
 
-class PromoteConfig(Frozen):
+class PromoteConfig(Section):
     """When a candidate replaces the incumbent."""
 
     metric: Literal["pair_accuracy", "mean_margin", "nll_per_action_token"] = "pair_accuracy"
@@ -301,10 +325,10 @@ class PromoteConfig(Frozen):
     )
 
 
-class RunConfig(Frozen):
+class RunConfig(Section):
     """One run of the whole pipeline."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)
     store: str = Field(default=".traceforge", description="folder of the artifact store")
     source: SourceConfig
     model: ModelConfig = ModelConfig()

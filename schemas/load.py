@@ -151,6 +151,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         UserError: the file is missing or is no TOML, or an override cannot be read.
         ConfigError: unknown, missing or mistyped keys; one line each.
     """
+    if path.exists() and not path.is_file():
+        raise UserError("not a file", where=path, fix="give a TOML file")
     try:
         text = path.read_text(encoding="utf-8")
         data = tomllib.loads(text)
@@ -170,8 +172,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         problems = []
-        for detail in error.errors():
+        details = error.errors()
+        places = {detail["loc"][:-1] for detail in details}
+        for detail in details:
             location = tuple(detail["loc"])
+            if detail["type"] == "too_short" and location in places:
+                continue  # a list that is told to be too short because its items are wrong, which is told as well
             if any(_dotted(location).startswith(name) for name in overridden):
                 where = "--set"
             else:
