@@ -4,6 +4,7 @@ A payload is kept while an alias, or the record of one of the newest runs, menti
 while any run uses the store, so a payload cannot go between a run's look-up and its use of it.
 """
 
+import json
 import re
 import shutil
 import time
@@ -59,6 +60,26 @@ def _mentions(files: Iterable[Path]) -> dict[str, set[str]]:
     return found
 
 
+def _require_store(store: Path) -> None:
+    if not (store / "staging").is_dir():
+        raise UserError("no artifact store", where=store, fix="give --store, or run `traceforge demo` first")
+
+
+def _require_readable(aliases: Path) -> None:
+    """An alias that cannot be read may name anything, so nothing may be removed.
+
+    Raises:
+        UserError: an alias is no JSON object that names a digest.
+    """
+    for alias in sorted(aliases.glob("*.json")):
+        try:
+            json.loads(alias.read_text(encoding="utf-8"))["adapter"]["sha256"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                "the alias cannot be read, so nothing was removed", where=alias, fix="restore it from history.jsonl"
+            ) from error
+
+
 def _n_bytes(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
@@ -70,8 +91,7 @@ def inventory(store: Path) -> Inventory:
     Raises:
         UserError: there is no store.
     """
-    if not (store / "staging").is_dir():
-        raise UserError("no artifact store", where=store, fix="give --store, or run `traceforge demo` first")
+    _require_store(store)
     by_alias = _mentions((store / "aliases").glob("*.json"))
     by_run = _mentions((store / "runs").glob("*.json"))
     payloads = [
@@ -145,12 +165,14 @@ def collect(store: Path, *, keep_runs: int = KEEP_RUNS, dry_run: bool = False) -
     """Removes the payloads that no alias and none of the `keep_runs` newest runs mention, and records of gone results.
 
     Raises:
-        UserError: a run is using the store; nothing was removed.
+        UserError: there is no store, a run is using it, or an alias cannot be read; nothing was removed.
     """
+    _require_store(store)
     with nobody_uses(store) as free:
         if not free:
             raise UserError("a run is using the store", where=store, fix="try again when it has ended")
         found = inventory(store)
+        _require_readable(store / "aliases")
         runs = sorted((store / "runs").glob("*.json"))
         old_runs = {path.stem for path in runs[: max(0, len(runs) - keep_runs)]}
         removed = tuple(

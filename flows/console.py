@@ -3,7 +3,9 @@
 0 done, 1 a stage failed, 2 the input cannot be used, 130 interrupted. Only results go to stdout; the rest to stderr.
 """
 
+import errno
 import json
+import sqlite3
 import sys
 from pathlib import Path
 from typing import cast, get_args
@@ -19,6 +21,25 @@ from schemas.requests import StageName
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 console = Console(stderr=True)
+
+_ADVICE = {
+    errno.ENOSPC: "free some space, or set `store` to a folder of another disk",
+    errno.EDQUOT: "free some space, or set `store` to a folder of another disk",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+    errno.EROFS: "set `store` to a writable folder",
+    errno.EACCES: "run as the user who owns it, or change its permissions",
+    errno.ENOTDIR: "something else lies where a folder should",
+    errno.EISDIR: "a folder lies where a file should",
+    errno.EEXIST: "something else lies in its place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EPERM: "run as the user who owns it, or change its permissions",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENOMEM: "free some memory",
+    errno.EIO: "look at the disk: it could not read or write",
+}
+"""What the system may refuse at any place that touches a file, and what to do; any other OSError is a bug."""
+
+_SQLITE_REFUSALS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 
 
 def stage_names(given: list[str]) -> tuple[StageName, ...]:
@@ -61,6 +82,16 @@ def _complain(error: Exception, as_json: bool) -> None:
         sys.stdout.write(json.dumps({"error": problems[0], "errors": problems}) + "\n")
 
 
+def _refused_by_the_system(error: OSError | sqlite3.OperationalError) -> UserError | None:
+    """What the person can do something about; None when the error is a bug of ours."""
+    if isinstance(error, OSError):
+        advice = _ADVICE.get(error.errno or 0)
+        return UserError(f"{error.strerror}", where=error.filename or "", fix=advice) if advice else None
+    if error.sqlite_errorcode & 0xFF in _SQLITE_REFUSALS:
+        return UserError(f"{error}", where="a database of the store", fix="is its disk full, or not writable?")
+    return None
+
+
 class Commands(TyperGroup):
     """A command group whose errors are lines. What it does not expect is a bug, and stays a traceback."""
 
@@ -77,6 +108,12 @@ class Commands(TyperGroup):
             sys.exit(EXIT_BAD_INPUT)
         except (StageError, ArtifactError) as error:
             _complain(error, as_json)
+            sys.exit(EXIT_FAILED)
+        except (OSError, sqlite3.OperationalError) as error:
+            refused = _refused_by_the_system(error)
+            if refused is None:
+                raise
+            _complain(refused, as_json)
             sys.exit(EXIT_FAILED)
         except KeyboardInterrupt:
             _complain(InterruptedError("interrupted; run the same command again to go on where it stopped"), as_json)

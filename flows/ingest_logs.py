@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+from pydantic import ValidationError
+
 from artifacts.cards import card, summary
 from artifacts.store import Store, link_or_copy
 from schemas.base import Frozen
@@ -63,8 +65,11 @@ def ingest_logs(
         raise UserError(
             "the output folder lies among the logs", where=out, fix=f"give --out a folder outside {inside[0]}"
         )
+    try:
+        config = SourceConfig(paths=tuple(paths), format=source_format, redact=redact, dedupe=cast("Dedupe", dedupe))
+    except ValidationError as error:
+        raise UserError(str(error.errors()[-1]["msg"]), where="PATH...", fix="give files, folders or globs") from error
     store = Store(out / _STORE)
-    config = SourceConfig(paths=tuple(paths), format=source_format, redact=redact, dedupe=cast("Dedupe", dedupe))
     done = ingest(config, store)
     payload = Path(done.trajectories.path)
     _put(payload, out / TABLE)

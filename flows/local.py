@@ -9,6 +9,7 @@ from rich.console import Console
 from artifacts.store import Store
 from flows.display import Display, final_table
 from schemas.config import RunConfig
+from schemas.errors import StageError
 from schemas.requests import StageName
 from schemas.runs import RunReport
 from tasks.input_files import find_files
@@ -27,7 +28,8 @@ def run_inline(
     """Runs the pipeline up to a stage and shows it on the console.
 
     Raises:
-        UserError: the configuration or its source cannot be used.
+        UserError: the configuration, its source or the Prefect server that is configured cannot be used.
+        StageError: the Prefect API failed on the way.
         Exception: what a stage raised.
     """
     for _ in find_files(config.source.paths):  # a path that is not there is told before anything starts
@@ -36,7 +38,8 @@ def run_inline(
     if not verbose:  # the display says it all; the API still gets every line
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     server = start_unless_configured(store / "prefect")
-    from prefect.settings import (  # imported while the server boots
+    import httpx  # all of these while the server boots
+    from prefect.settings import (
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
         PREFECT_LOGGING_TO_API_ENABLED,
         temporary_settings,
@@ -50,7 +53,14 @@ def run_inline(
     if server is not None:
         server.wait_until_healthy()
         settings[PREFECT_LOGGING_TO_API_ENABLED] = False
-    with temporary_settings(settings), Display(console) as display, observed_by(display):
-        report = traceforge(config, until=until, refresh=tuple(refresh))
+    try:
+        with temporary_settings(settings), Display(console) as display, observed_by(display):
+            report = traceforge(config, until=until, refresh=tuple(refresh))
+    except httpx.HTTPError as error:
+        log = f"; see {server.log}" if server else ""
+        raise StageError(
+            f"the Prefect API failed: {type(error).__name__}: {str(error).splitlines()[0]}{log}"
+        ) from error
+    assert isinstance(report, RunReport)  # a state is what a cancel on the pool ends with
     console.print(final_table(report), soft_wrap=True)
     return report

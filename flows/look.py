@@ -23,14 +23,17 @@ def look(
     """Reads one run, branch or pair as the configuration's render section would; writes the page if asked for.
 
     Raises:
-        UserError: the file or the model cannot be read, or there is no such row.
+        UserError: the file or the model cannot be read, there is no such row, or the page cannot be written.
     """
     model = prepare_model(config.model, Store(config.store)).model
     report = inspect_file(
         file, model, config.render, row=row, chat_template=config.model.chat_template, branches=branches
     )
     if html is not None:
-        html.write_text(html_page(report), encoding="utf-8")
+        try:
+            html.write_text(html_page(report), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot be written: {error.strerror}", where=html, fix="give --html a file") from error
     return report
 
 
@@ -44,14 +47,18 @@ def export_runs(table: Path, out: Path, target: str) -> ExportReport:
     """Writes every run of a table in another format.
 
     Raises:
-        UserError: no such format, or the table cannot be read.
+        UserError: no such format, the table cannot be read, or `out` cannot be written.
     """
     if target not in get_args(Format):
         raise UserError(f"no format {target!r}", where="--format", fix=f"one of {', '.join(get_args(Format))}")
+    if not table.is_file():
+        raise UserError("no such file", where=table, fix="give a trajectories table, see: traceforge artifacts list")
     try:
         n_runs = export(table, out, cast("Format", target))
     except ArtifactError as error:
         raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", where=out, fix="give --out another place") from error
     return ExportReport(out=str(out), format=target, n_runs=n_runs)
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from artifacts.store import Store
+from schemas.errors import UserError
 from schemas.refs import ORIGIN_FILE, Ref
 from tasks.promote import current
 
@@ -13,6 +14,9 @@ def comparable_incumbent(store: Store, model: Ref, candidate: Ref) -> Ref | None
 
     A candidate that is in charge already is measured against the one it replaced, as it was when it was decided on:
     the same comparison has the same cache key, so running again after a promotion evaluates nothing anew.
+
+    Raises:
+        UserError: the alias, or what its adapter says of itself, cannot be read.
     """
     in_charge = current(store)
     if in_charge is None:
@@ -21,6 +25,12 @@ def comparable_incumbent(store: Store, model: Ref, candidate: Ref) -> Ref | None
     if incumbent is None:
         return None
     origin = Path(incumbent.path) / ORIGIN_FILE
-    if not origin.is_file() or json.loads(origin.read_text(encoding="utf-8"))["model_sha256"] != model.sha256:
+    if not origin.is_file():
         return None
-    return incumbent
+    try:
+        trained_on = json.loads(origin.read_text(encoding="utf-8"))["model_sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            "the adapter in charge is damaged", where=origin, fix="restore it, or remove aliases/current.json"
+        ) from error
+    return incumbent if trained_on == model.sha256 else None

@@ -5,7 +5,9 @@ holds the other end, so the process ends with the caller however that ends, `kil
 """
 
 import atexit
+import base64
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +17,8 @@ import tomllib
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+from schemas.errors import UserError
 
 BOOT_LIMIT_S = 180.0
 STOP_LIMIT_S = 10.0
@@ -45,6 +49,7 @@ class LocalServer:
                 env={
                     **os.environ,
                     "PREFECT_HOME": str(home),
+                    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",  # into the log, whatever the caller shows
                     "PREFECT_UI_ENABLED": "0",
                     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
                     "PREFECT__SERVER_EPHEMERAL": "1",
@@ -56,18 +61,24 @@ class LocalServer:
         """Blocks until the API answers.
 
         Raises:
-            RuntimeError: the process ended, or did not answer in time; the text names its log.
+            UserError: the process ended, or did not answer in time; it says the last line of its log.
         """
         give_up = time.monotonic() + BOOT_LIMIT_S
         while time.monotonic() < give_up:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the local Prefect API ended with code {self.process.returncode}: see {self.log}")
+                raise UserError(f"the private Prefect API ended: {self._last_words()}", where=self.log)
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return
             except (urllib.error.URLError, TimeoutError, ConnectionError):
                 time.sleep(0.05)
-        raise RuntimeError(f"the local Prefect API did not answer within {BOOT_LIMIT_S:.0f} s: see {self.log}")
+        raise UserError(f"the private Prefect API did not answer within {BOOT_LIMIT_S:.0f} s", where=self.log)
+
+    def _last_words(self) -> str:
+        """The last error in the log; where the disk is full, that alone says so."""
+        lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+        return (errors or lines or ["nothing in its log, as on a full disk"])[-1]
 
     def stop(self) -> None:
         """Ends the process; harmless when it has already ended."""
@@ -80,16 +91,62 @@ class LocalServer:
                 self.process.wait()
 
 
-def configured_api_url() -> str | None:
-    """The Prefect server that the environment or the active Prefect profile names, found without importing Prefect."""
-    if url := os.environ.get("PREFECT_API_URL"):
-        return url
+def _setting(name: str) -> str | None:
+    """A setting of Prefect's in the environment or in the active profile, found without importing Prefect.
+
+    Raises:
+        UserError: the file of the profiles cannot be read.
+    """
+    if value := os.environ.get(name):
+        return value
     file = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
     if not file.is_file():
         return None
-    profiles = tomllib.loads(file.read_text(encoding="utf-8"))
+    try:
+        profiles = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot be read: {error}", where=file, fix="mend or remove Prefect's profiles") from error
     active = os.environ.get("PREFECT_PROFILE", profiles.get("active", ""))
-    return profiles.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
+    return profiles.get("profiles", {}).get(active, {}).get(name)
+
+
+def configured_api_url() -> str | None:
+    """The Prefect server that the environment or the active Prefect profile names.
+
+    Raises:
+        UserError: the file of the profiles cannot be read.
+    """
+    return _setting("PREFECT_API_URL")
+
+
+def require_answer(url: str) -> None:
+    """Asks a configured server for its version, as Prefect would, and says what is wrong before anything starts.
+
+    Raises:
+        UserError: it does not answer, or does not accept the password.
+    """
+    unset = "start the server, or unset PREFECT_API_URL"
+    try:
+        request = urllib.request.Request(f"{url}/admin/version")
+        if auth := _setting("PREFECT_API_AUTH_STRING"):
+            request.add_header("Authorization", f"Basic {base64.b64encode(auth.encode()).decode()}")
+        if key := _setting("PREFECT_API_KEY"):
+            request.add_header("Authorization", f"Bearer {key}")
+        with urllib.request.urlopen(request, timeout=10):
+            return
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise UserError(
+                "the Prefect server wants a password", where=url, fix="set PREFECT_API_AUTH_STRING as the server has it"
+            ) from error
+        if error.code < 500:  # another version, or a proxy: the run itself will tell
+            return
+        raise UserError(f"the Prefect server fails: {error}", where=url, fix=unset) from error
+    except ValueError as error:
+        raise UserError(f"not a URL: {error}", where="PREFECT_API_URL", fix="http://127.0.0.1:4200/api") from error
+    except OSError as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise UserError(f"the Prefect server does not answer: {reason}", where=url, fix=unset) from error
 
 
 def start_unless_configured(home: Path) -> LocalServer | None:
@@ -97,8 +154,14 @@ def start_unless_configured(home: Path) -> LocalServer | None:
 
     Call it before Prefect is imported: exit handlers run last in, first out, and Prefect's own must run first, so that
     it can deliver its last events to a process that is still there.
+
+    Raises:
+        UserError: the server that is configured does not answer.
     """
-    if configured_api_url() or "prefect" in sys.modules:
+    if url := configured_api_url():
+        require_answer(url)
+        return None
+    if "prefect" in sys.modules:
         return None
     server = LocalServer(home)
     atexit.register(server.stop)
@@ -108,7 +171,7 @@ def start_unless_configured(home: Path) -> LocalServer | None:
 
 
 def _exit_with_parent() -> None:
-    sys.stdin.buffer.read()  # returns when the parent's end of the pipe closes
+    os.read(sys.stdin.fileno(), 1)  # returns when the parent's end of the pipe closes; holds no lock of Python's
     os._exit(0)
 
 

@@ -7,12 +7,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 from trl import chat_template_utils
 
 from artifacts.store import Store
 from schemas.config import ModelConfig
-from schemas.errors import UserError
+from schemas.errors import StageError, UserError
 from schemas.refs import Ref
 from schemas.reports import ModelReady
 from tasks.tokenizer import smollm2_tokenizer, train_tiny_tokenizer
@@ -31,12 +33,14 @@ def prepare_model(config: ModelConfig, store: Store) -> ModelReady:
 
     Raises:
         UserError: no such model, or a folder without config, weights or tokenizer.
+        StageError: the weights cannot be written, e.g. on a full disk.
     """
-    if config.name == "tiny-qwen3":
-        return _tiny_qwen3(config, store)
-    if config.name == "smollm2-135m":
-        return _smollm2(config, store)
-    return _folder(config, store)
+    makers = {"tiny-qwen3": _tiny_qwen3, "smollm2-135m": _smollm2}
+    disable_progress_bar()  # of a model that is written in a second
+    try:
+        return makers.get(config.name, _folder)(config, store)
+    except SafetensorError as error:  # not an OSError, although the system's reason is in its text
+        raise StageError(f"the model cannot be written: {error}") from error
 
 
 def load_tokenizer(model: Ref | Path) -> PreTrainedTokenizerFast:

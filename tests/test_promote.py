@@ -129,3 +129,14 @@ def test_damaged_alias_is_a_user_error(tmp_path: Path) -> None:
 def test_evaluation_without_a_candidate_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no score of the candidate"):
         promote(evaluated(base=0.9), adapter("a"), PromoteConfig(), Store(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model_sha256"'])
+def test_damaged_adapter_in_charge_is_a_user_error(content: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model = Ref(kind="model", path="/model", sha256="c" * 64, n_bytes=1)
+    in_charge = trained_on(tmp_path, "a", model.sha256)
+    promote(evaluated(base=0.5, simpo=0.6), in_charge, PromoteConfig(), store)
+    (Path(in_charge.path) / ORIGIN_FILE).write_text(content)
+    with pytest.raises(UserError, match="the adapter in charge is damaged"):
+        comparable_incumbent(store, model, adapter("b"))
