@@ -12,6 +12,18 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_TRAJECTORIES = REPOSITORY.parent / "shared" / "data" / "trajectories"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshots", type=Path, help="folder to keep pictures of the Prefect UI in")
+
+
+@pytest.fixture
+def screenshots(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where pictures of the UI go: kept if asked for, else gone with the test."""
+    folder = request.config.getoption("--screenshots") or tmp_path
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """Real agent runs that lie beside the checkout; they are not part of the repository."""
