@@ -1,19 +1,21 @@
-"""How fast and in how much memory logs are ingested: `python -m benchmarks.ingest --gb 1 5`.
+"""How fast and in how much memory logs are ingested: `python -m benchmarks.ingest --gb 1 5 --repeat 3`.
 
 Two corpora of mini-swe-agent 1.1 files, every run different. `generated`: half conversation, the rest copies of it, and
 nothing to redact; a hard case, since real files hold three parts of other things to one of conversation. `--real
 FOLDER`: the runs in FOLDER again and again, under other names and with other first messages; they have addresses and
-home directories to redact.
+home directories to look at.
 
-Each measurement is a process of its own: `json.loads` over the same bytes before and after ingestion (the mean of both
-counts), and ingestion again with nothing changed. Speed is bytes on disk over CPU time, so that a busy machine changes
-it little; what a process pays once (imports, compiled patterns) is measured on a few runs before, and not counted. Peak
-memory is the process's own.
+Each measurement is a process of its own: `json.loads` over the same bytes before and after each ingestion into a new
+store (the mean of both counts), and at the end ingestion again with nothing changed. Speed is bytes on disk over CPU
+time, user and system: reading and writing files counts for ingestion, and not for `json.loads`. What a process pays
+once (imports, compiled patterns) is measured on a few runs before, and not counted. Peak memory is the process's own.
+Of several repeats the median counts; `shares` has them all, and `load` how many processes wanted the machine's cores.
 """
 
 import argparse
 import json
 import os
+import platform
 import random
 import re
 import resource
@@ -22,7 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 WORDS = ("def", "self", "return", "import", "value", "node", "index", "error", "test", "file", "class", "raise", "list")
@@ -118,10 +123,11 @@ def _measure_ingest(folder: Path, store: Path, few: Path) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as other:
         ingest(SourceConfig(paths=(str(few),)), Store(other))  # what a process pays once
-    started, cpu = time.perf_counter(), time.process_time()
+    started, cpu, system = time.perf_counter(), time.process_time(), os.times().system
     result = ingest(SourceConfig(paths=(str(folder),)), Store(store))
     return {
         "cpu_s": time.process_time() - cpu,
+        "system_s": os.times().system - system,
         "wall_s": time.perf_counter() - started,
         "n_rows": result.trajectories.n_rows,
         "n_reused": result.report.n_files_reused,
@@ -134,29 +140,62 @@ def _child(*arguments: str) -> dict[str, Any]:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def measure(size_gb: float, scratch: Path, corpus: str, bodies: list[bytes]) -> dict[str, Any]:
+def measure(size_gb: float, scratch: Path, corpus: str, bodies: list[bytes], repeat: int) -> dict[str, Any]:
     """All numbers for one corpus size."""
-    folder, store, few = scratch / "logs", scratch / "store", scratch / "few"
+    folder, few = scratch / "logs", scratch / "few"
     n_files = make_corpus(folder, int(size_gb * GB), bodies)
     make_corpus(few, 1_000_000, bodies)
-    before = _child("json", str(folder))
-    first = _child("ingest", str(folder), str(store), str(few))
-    after = _child("json", str(folder))
-    again = _child("ingest", str(folder), str(store), str(few))
-    n_bytes, plain = before["n_bytes"], {"cpu_s": (before["cpu_s"] + after["cpu_s"]) / 2}
+    plain = [_child("json", str(folder))]
+    runs = []
+    for number in range(repeat):
+        if number:
+            shutil.rmtree(scratch / f"store-{number - 1}")
+        runs.append(_child("ingest", str(folder), str(scratch / f"store-{number}"), str(few)))
+        plain.append(_child("json", str(folder)))
+    again = _child("ingest", str(folder), str(scratch / f"store-{repeat - 1}"), str(few))
+    n_bytes = plain[0]["n_bytes"]
+    json_s = [(before["cpu_s"] + after["cpu_s"]) / 2 for before, after in pairwise(plain)]
+    shares = [mean / run["cpu_s"] for mean, run in zip(json_s, runs, strict=True)]
+    ns_per_byte = [run["cpu_s"] / n_bytes * 1e9 for run in runs]
     return {
         "corpus": corpus,
         "gb": n_bytes / GB,
         "n_files": n_files,
-        "json_mb_per_s": n_bytes / plain["cpu_s"] / 1e6,
-        "ingest_mb_per_s": n_bytes / first["cpu_s"] / 1e6,
-        "share_of_json": plain["cpu_s"] / first["cpu_s"],
-        "ns_per_byte": first["cpu_s"] / n_bytes * 1e9,
-        "wall_s": first["wall_s"],
-        "peak_mib": first["peak_mib"],
+        "json_mb_per_s": n_bytes / median(json_s) / 1e6,
+        "ingest_mb_per_s": 1e3 / median(ns_per_byte),
+        "share_of_json": median(shares),
+        "shares": [round(share, 3) for share in shares],
+        "ns_per_byte": median(ns_per_byte),
+        "ns_per_byte_least": min(ns_per_byte),
+        "system_share_of_cpu": median([run["system_s"] / run["cpu_s"] for run in runs]),
+        "wall_s": median([run["wall_s"] for run in runs]),
+        "peak_mib": max(run["peak_mib"] for run in runs),
         "again_s": again["wall_s"],
         "again_peak_mib": again["peak_mib"],
-        "n_rows": first["n_rows"],
+        "n_rows": runs[-1]["n_rows"],
+        "load": os.getloadavg()[1],
+    }
+
+
+def _machine() -> dict[str, Any]:
+    """What the numbers belong to."""
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    packages = ("pyarrow", "msgspec", "orjson", "hyperscan", "xxhash", "detect-secrets")
+    return {
+        "cpu": cpu,
+        "n_cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in packages},
+        "commit": commit,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     }
 
 
@@ -167,6 +206,8 @@ def main() -> None:
         "--scratch", type=Path, help="folder for the corpus and the store; a temporary one if not given"
     )
     parser.add_argument("--real", type=Path, metavar="FOLDER", help="repeat the runs below FOLDER")
+    parser.add_argument("--repeat", type=int, default=1, help="how often each size is measured")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="put the numbers into this JSON file")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -180,14 +221,19 @@ def main() -> None:
     for size in arguments.gb:
         scratch = Path(tempfile.mkdtemp(prefix="ingest-", dir=arguments.scratch))
         try:
-            rows.append(measure(size, scratch, corpus, bodies))
+            row = measure(size, scratch, corpus, bodies, arguments.repeat)
         finally:
             shutil.rmtree(scratch)
-        shown = {key: value if isinstance(value, str) else round(value, 3) for key, value in rows[-1].items()}
-        print(json.dumps(shown), flush=True)
+        rows.append({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
+        print(json.dumps(rows[-1]), flush=True)
+    result: dict[str, Any] = {**_machine(), "sizes": rows}
     if len(rows) > 1:
-        print(json.dumps({"ns_per_byte_last_over_first": round(rows[-1]["ns_per_byte"] / rows[0]["ns_per_byte"], 3)}))
-    print(json.dumps({"cpus": os.cpu_count(), "python": sys.version.split()[0]}))
+        ratio = rows[-1]["ns_per_byte"] / rows[0]["ns_per_byte"]
+        print(f"time a byte, last size over first: {ratio:.3f}")
+        result["ns_per_byte_last_over_first"] = round(ratio, 3)
+    if arguments.out:
+        known = json.loads(arguments.out.read_text("utf-8")) if arguments.out.exists() else {}
+        arguments.out.write_text(json.dumps({**known, corpus: result}, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
