@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -145,6 +146,12 @@ def mean_margin(pairs: list[dict[str, Any]], values: dict[str, float]) -> float:
     return float(np.mean([values[pair["chosen_branch_id"]] - values[pair["rejected_branch_id"]] for pair in pairs]))
 
 
+def git_commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
 def run(folder: Path, n_tasks: int, tokens: tuple[int, int], n_draws: int, seed: int) -> dict[str, Any]:
     started = time.monotonic()
     store = Store(folder / "store")
@@ -199,7 +206,8 @@ def run(folder: Path, n_tasks: int, tokens: tuple[int, int], n_draws: int, seed:
         "simpo_margin": [second.report.first_margin, second.report.last_margin],
         "wall_s": round(time.monotonic() - started, 1),
         "settings": second.report.settings,
-        "machine": platform.processor() or platform.machine(),
+        "processor": platform.processor() or platform.machine(),
+        "commit": git_commit(),
     }
 
 
