@@ -27,7 +27,7 @@ class CharSpan(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
-class Message(msgspec.Struct, frozen=True):
+class Message(msgspec.Struct, frozen=True, gc=False):
     """`schemas.trajectory.Message`"""
 
     role: Role
