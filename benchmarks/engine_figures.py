@@ -31,23 +31,29 @@ def best_by_length(cases: list[dict[str, Any]], limit_gib: float = 23.5) -> list
 
 def main() -> None:
     results = json.loads((ROOT / "benchmarks/results/engine_h200.json").read_text())
-    cases = best_by_length(results["cases"])
+    cases = best_by_length([case for case in results["cases"] if case["what"] == "walk"])
     lengths = [case["tokens_attended"] / 1024 for case in cases]
-    peaks = results["runs"]["A"]["peaks_tflops"]
-    floor_lengths = [4 * 2 ** (i / 4) for i in range(25)]
+    peaks = results["runs"][max(case["run"] for case in cases)]["peaks_tflops"]
+    floor_lengths = [4 * 2 ** (i / 4) for i in range(28)]
     floor = [1024 * n / floor_s(config_dict(), int(1024 * n), peaks) for n in floor_lengths]
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     speed.plot(floor_lengths, floor, color="0.6", label="floor at measured peaks")
     speed.plot(lengths, [case["tokens_per_s"] for case in cases], "o-", label="traceforge")
-    other = results["unsloth"]
-    speed.plot([x["tokens_attended"] / 1024 for x in other], [x["tokens_per_s"] for x in other], "s", label="Unsloth")
+    names = {"trl": "TRL", "transformers": "transformers + peft"}
+    others: dict[str, list[dict[str, Any]]] = {}
+    for row in [row for row in results["unsloth"] + results["peers"] if "step_s" in row]:
+        others.setdefault(names[row["peer"]] if "peer" in row else "Unsloth", []).append(row)
+    for (name, rows), marker in zip(others.items(), "s^v", strict=False):
+        speed.plot(
+            [row["tokens_attended"] / 1024 for row in rows], [row["tokens_per_s"] for row in rows], marker, label=name
+        )
     speed.set(xscale="log", yscale="log", xlabel="K tokens of one branch", ylabel="tokens / s, one whole step")
     memory.plot(lengths, [case["ledger_gib"] for case in cases], "x", color="C3", zorder=3, label="ledger")
     memory.plot(lengths, [case["allocated_gib"] for case in cases], "o", label="allocated")
     memory.plot(lengths, [case["allowed_gib"] for case in cases], "_", markersize=14, color="k", label="allowed")
     memory.set(xscale="log", ylim=(0, 25), xlabel="K tokens of one branch", ylabel="GiB on the device")
     for axes in (speed, memory):
-        axes.set_xticks([4, 16, 32, 64, 128, 256], [4, 16, 32, 64, 128, 256])
+        axes.set_xticks([4, 16, 32, 64, 128, 256, 384], [4, 16, 32, 64, 128, 256, 384])
         axes.legend(frameon=False, loc="lower left")
         axes.grid(alpha=0.3)
     target = ROOT / "docs/img/engine_longcontext.svg"

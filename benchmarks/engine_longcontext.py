@@ -14,6 +14,7 @@ and the next one is tried. Unsloth runs first and in a process of its own, befor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -29,12 +30,15 @@ def start_unsloth(out: Path, cases: list[str]) -> subprocess.Popen[bytes]:
 
 
 def wait_for(peer: subprocess.Popen[bytes], limit_s: float) -> int:
-    """Its exit status; it is killed after limit_s."""
+    """Its exit status; it is killed after limit_s. What it started (compilers that wait for work) ends with it."""
     try:
-        return peer.wait(timeout=max(1.0, limit_s))
+        status = peer.wait(timeout=max(1.0, limit_s))
     except subprocess.TimeoutExpired:
+        status = -signal.SIGKILL
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(peer.pid, signal.SIGKILL)
-        return peer.wait()
+    peer.wait()
+    return status
 
 
 def _peer(text: str) -> tuple[str, int]:
@@ -46,7 +50,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="*")
-    parser.add_argument("--host-gib", type=float, default=110.0, help="pinned before the first case")
+    parser.add_argument("--host-gib", type=float, default=96.0, help="pinned before the first case")
     parser.add_argument("--deadline-s", type=float, default=3600.0)
     parser.add_argument("--unsloth", nargs="*", default=[], help="TOKENS,STEPS")
     parser.add_argument("--unsloth-s", type=float, default=300.0, help="it is ended after so long")

@@ -14,6 +14,7 @@ from benchmarks.engine_cases import Bench, Case, case_of, first_token_check, idl
 from benchmarks.engine_common import append_result, config_dict, machine, random_nf4_model, with_lora
 from benchmarks.engine_floor import floor_s, measured_peaks
 from benchmarks.engine_peers import run_peer
+from engine.host_memory import host_limits
 from engine.memory import GIB
 from schemas.errors import StageError, UserError
 
@@ -89,8 +90,9 @@ def measure(arguments: argparse.Namespace, end_of_unsloth: Callable[[], int | No
         run.note({"what": "peaks_tflops", **peak_tflops})
 
     def pin() -> dict[str, Any]:
+        free_gib = round(host_limits()[0].available_bytes / GIB, 1)  # before: what others on this machine left
         bench.scorer.reserve_host(2**20 if dry else host_bytes, torch.device(device))
-        return {"what": "pinned", "host_gib": arguments.host_gib}
+        return {"what": "pinned", "host_gib": arguments.host_gib, "free_before_gib": free_gib}
 
     run.attempt("pin", CASE_S, pin)
 
