@@ -59,7 +59,7 @@ def case_of(text: str) -> Case:
 class Bench:
     """A model with its scorer, ready for cases of any length."""
 
-    def __init__(self, model: Any, config: dict[str, Any], setup: Setup, device: str, host_bytes: int) -> None:
+    def __init__(self, model: Any, config: dict[str, Any], setup: Setup, device: torch.device, host_bytes: int) -> None:
         self.model, self.config, self.setup, self.device, self.host_bytes = model, config, setup, device, host_bytes
         self.plans: dict[int, MemoryPlan] = {}
         self.scorer = LongContextScorer(self.plans.__getitem__, chunk_positions=setup.chunk_positions, pack_tokens=0)
@@ -70,18 +70,18 @@ class Bench:
         return self.setup.n_scored
 
     def synchronize(self) -> None:
-        if self.device == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def fresh(self, gib: float) -> None:
         """An empty allocator, held to gib."""
-        if self.device == "cuda":
+        if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
             cap_device(gib)
 
     def branch(self, n_tokens: int, seed: int) -> tuple[Tensor, ...]:
-        return random_branch(n_tokens, self.n_scored, self.config["vocab_size"], seed, self.device)
+        return random_branch(n_tokens, self.n_scored, self.config["vocab_size"], seed, str(self.device))
 
     def plan(self, case: Case) -> MemoryPlan:
         allowed_bytes = int((case.plan_gib or case.gib) * GIB)
@@ -135,12 +135,12 @@ def n_last_rows(branch: tuple[Tensor, ...]) -> int:
 
 def steps_of(bench: Bench, case: Case) -> Iterator[dict[str, Any]]:
     """Forward, backward and optimiser step, `case.steps` times, each measured."""
-    optimiser = torch.optim.AdamW(bench.trained, lr=1e-5, fused=bench.device == "cuda")
-    whole = bench.scorer.choose_backend(bench.model, case.n_tokens, torch.device(bench.device))
+    optimiser = torch.optim.AdamW(bench.trained, lr=1e-5, fused=bench.device.type == "cuda")
+    whole = bench.scorer.choose_backend(bench.model, case.n_tokens, bench.device)
     if case.layers is not None:
         bench.scorer.backend = stop_after(whole, case.layers * bench.plans[case.n_tokens].head_groups)
     for step in range(case.steps):
-        if bench.device == "cuda":
+        if bench.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         branch = bench.branch(case.n_tokens, step)
         bench.synchronize()

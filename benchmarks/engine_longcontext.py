@@ -50,7 +50,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="*")
-    parser.add_argument("--host-gib", type=float, default=96.0, help="pinned before the first case")
+    parser.add_argument("--host-gib", type=float, default=110.0, help="pinned before the first case")
     parser.add_argument("--deadline-s", type=float, default=3600.0)
     parser.add_argument("--unsloth", nargs="*", default=[], help="TOKENS,STEPS")
     parser.add_argument("--unsloth-s", type=float, default=300.0, help="it is ended after so long")

@@ -27,7 +27,7 @@ HEAD_CHUNK = 1024
 def transformers_steps(bench: Bench, n_tokens: int, steps: int) -> list[float]:
     """Seconds of each step of the plain loop."""
     decoder, head = split_head(bench.model)
-    optimiser = torch.optim.AdamW(bench.trained, lr=1e-5, fused=bench.device == "cuda")
+    optimiser = torch.optim.AdamW(bench.trained, lr=1e-5, fused=bench.device.type == "cuda")
     bench.model.train()
     bench.model.gradient_checkpointing_enable({"use_reentrant": False})
     seconds = []
@@ -35,7 +35,7 @@ def transformers_steps(bench: Bench, n_tokens: int, steps: int) -> list[float]:
         ids_1T, _, rows_P, positions_P = bench.branch(n_tokens, step)
         bench.synchronize()
         start = time.perf_counter()
-        with torch.autocast(bench.device, dtype=torch.bfloat16):
+        with torch.autocast(bench.device.type, dtype=torch.bfloat16):
             hidden_1TD = decoder(input_ids=ids_1T, use_cache=False)[0]
             logp_P = chunked_logprobs(
                 hidden_1TD[rows_P, positions_P - 1], ids_1T[rows_P, positions_P], head, HEAD_CHUNK
@@ -79,7 +79,7 @@ def trl_steps(bench: Bench, n_tokens: int, steps: int) -> list[float]:
             model=bench.model,
             args=SFTConfig(
                 output_dir=folder, max_length=None, per_device_train_batch_size=1, max_steps=steps,
-                gradient_checkpointing=True, bf16=bench.device == "cuda", use_cpu=bench.device == "cpu",
+                gradient_checkpointing=True, bf16=bench.device.type == "cuda", use_cpu=bench.device.type == "cpu",
                 learning_rate=1e-5, save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True,
             ),
             train_dataset=Dataset.from_dict(rows),
@@ -97,8 +97,9 @@ STEPS: dict[str, Callable[[Bench, int, int], list[float]]] = {"transformers": tr
 def run_peer(bench: Bench, name: str, n_tokens: int, gib: float, steps: int) -> dict[str, Any]:
     """Speed and memory of a peer; "failed" in place of them where it runs out of memory. Leaves the model as it was."""
     result: dict[str, Any] = {"what": "peer", "peer": name, "tokens_attended": n_tokens, "allowed_gib": gib}
+    result |= {"positions_scored": bench.branch(n_tokens, 0)[3].numel()}
     bench.fresh(gib)
-    if bench.device == "cuda":
+    if bench.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
         seconds = STEPS[name](bench, n_tokens, steps)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.engine_cases import Bench, Case, case_of, first_token_check, idle_of_step, run_case, setup_of
 from benchmarks.engine_common import append_result, config_dict, machine, random_nf4_model, with_lora
 from benchmarks.engine_floor import floor_s, measured_peaks
@@ -76,7 +74,7 @@ def measure(arguments: argparse.Namespace, end_of_unsloth: Callable[[], int | No
     started = time.monotonic()
     model = _model(dry, config)
     run.note({"what": "model", "took_s": round(time.monotonic() - started, 1)})
-    device, host_bytes = "cpu" if dry else "cuda", int(arguments.host_gib * GIB)
+    device, host_bytes = torch.device("cpu") if dry else torch.device("cuda", 0), int(arguments.host_gib * GIB)
     bench = Bench(model, config, setup_of(dry), device, host_bytes)
     if arguments.first_token:  # forward only, so it wants no host memory; not timed, so Unsloth may load beside it
         n_tokens = arguments.first_token
@@ -91,7 +89,7 @@ def measure(arguments: argparse.Namespace, end_of_unsloth: Callable[[], int | No
 
     def pin() -> dict[str, Any]:
         free_gib = round(host_limits()[0].available_bytes / GIB, 1)  # before: what others on this machine left
-        bench.scorer.reserve_host(2**20 if dry else host_bytes, torch.device(device))
+        bench.scorer.reserve_host(2**20 if dry else host_bytes, bench.device)
         return {"what": "pinned", "host_gib": arguments.host_gib, "free_before_gib": free_gib}
 
     run.attempt("pin", CASE_S, pin)

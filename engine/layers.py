@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from engine.attention import AttentionBackend, choose_backend
 from engine.block_attention import block_backends
 from engine.linears import compute_dtype
-from engine.offload import HostPool
+from engine.offload import HostPool, numbered
 from engine.plan import MemoryPlan
 from engine.scores import check_positions, split_head
 from engine.segments import WINDOW_GAP_TOKENS, one_row, packed_rows
@@ -122,6 +122,7 @@ class LongContextScorer:
         self._free_pool(device).reserve(n_bytes)
 
     def _free_pool(self, device: torch.device) -> HostPool:
+        device = numbered(device)
         for pool in self._pools:
             if not pool.busy and pool.device == device:
                 break

@@ -23,6 +23,11 @@ from schemas.errors import StageError
 _ALIGN_BYTES = 4096
 
 
+def numbered(device: torch.device, current: Callable[[], int] = torch.cuda.current_device) -> torch.device:
+    """The device as its tensors name it: "cuda" is the current one, by its number."""
+    return torch.device("cuda", current()) if device.type == "cuda" and device.index is None else device
+
+
 class HostPool:
     """One registered host buffer, kept between steps and grown when a longer branch needs it."""
 

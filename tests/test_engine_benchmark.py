@@ -36,7 +36,7 @@ def bench() -> Bench:
     config = config_dict() | TINY | {"vocab_size": 200}
     kind: Any = AutoConfig
     model = with_lora(AutoModelForCausalLM.from_config(kind.for_model(**config)))
-    return Bench(model, config, setup_of(dry=True), "cpu", 2**30)
+    return Bench(model, config, setup_of(dry=True), torch.device("cpu"), 2**30)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -73,6 +73,12 @@ def test_a_backward_of_some_layers_only(bench: Bench) -> None:
         assert stopping.backward(q, q, k, v, out, lse, 1.0, True)[0].shape == q.shape
     with pytest.raises(BackwardStoppedError):
         stopping.backward(q, q, k, v, out, lse, 1.0, True)
+
+
+def test_the_host_buffer_of_a_run_is_the_one_that_was_pinned_for_it(bench: Bench) -> None:
+    bench.scorer.reserve_host(2**20, bench.device)
+    assert run_case(bench, case_of("150@4,steps=2"))["finite"]
+    assert bench.scorer.host_bytes == 2**20
 
 
 def test_the_floor_is_the_sum_of_matmuls_and_attention_at_their_peaks() -> None:

@@ -20,7 +20,7 @@ from engine.data import BranchTable
 from engine.host_memory import HostLimit, HostMemoryError, host_limits, tightest
 from engine.loading import load_base, new_adapter
 from engine.memory import GIB, Setup, trained_parameters
-from engine.offload import HostPool, pin
+from engine.offload import HostPool, numbered, pin
 from engine.out_of_memory import Allocated, comparison, components_of, memory_advice, side_of
 from engine.scorers import open_engine
 from engine.session import Stop
@@ -324,3 +324,10 @@ def test_a_pool_that_was_refused_holds_nothing() -> None:
     assert pool.capacity_bytes == 0
     pool.reserve(4096)
     assert pool.capacity_bytes == 4096
+
+
+def test_a_pool_is_found_by_the_device_as_its_tensors_name_it() -> None:
+    """A buffer pinned for "cuda" that a tensor on "cuda:0" does not find would be pinned twice."""
+    assert numbered(torch.device("cuda"), lambda: 1) == torch.device("cuda", 1)
+    assert numbered(torch.device("cuda", 0), lambda: 1) == torch.device("cuda", 0)
+    assert numbered(torch.device("cpu")) == torch.device("cpu")
