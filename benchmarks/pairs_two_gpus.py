@@ -17,7 +17,6 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ import torch
 from artifacts.store import payload_digest, write_atomically
 from benchmarks.engine_common import QWEN3_8B, append_result, machine
 from benchmarks.engine_unsloth import write_random_checkpoint
-from benchmarks.made_up import Lengths, log_uniform, ref_of, write_pairs
+from benchmarks.made_up import Lengths, ref_of, write_pairs
+from benchmarks.pairs_cases import CASES, Case
 from engine.schedule import training_windows
 from schemas.config import ModelConfig, RunConfig, SimpoConfig
 from schemas.errors import StageError, UserError
@@ -49,58 +49,7 @@ DRY_DIVISOR = 128
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Case:
-    """One run of a stage: the lengths of its pairs, and what differs from the configuration."""
-
-    lengths: Lengths
-    n_processes: int = 2
-    stage: str = "simpo"
-    simpo: dict[str, Any] = field(default_factory=dict)
-    base: dict[str, Any] = field(default_factory=dict)
-    host_gib: float = 48
-    n_shared: int = 0
-
-
-def seen_in_order(lengths: Lengths) -> Lengths:
-    """The pairs in the order of the table that makes the stage, which shuffles, work on them in the given order."""
-    order = training_windows(SimpoConfig(), len(lengths))
-    table: list[tuple[int, int]] = [(0, 0)] * len(lengths)
-    for pair, (place,) in zip(lengths, order, strict=True):
-        table[place] = pair
-    return table
-
-
-SHORT = [(2048, 1800)]
-MIX = log_uniform(24, 1024, 16_384)
-EVEN = [(16_384, 16_384)] * 3 + [(32_768, 32_768)] * 3
-LONG = [(81_851, 81_851)] * 5 + [(131_072, 131_072)] * 3
-ONE_STEP = {"save_steps": 1}
-WALK = {"engine": "long_context"}
-CASES: dict[str, Case] = {
-    "even-and-long": Case(seen_in_order(EVEN + LONG), host_gib=160),
-    "card-12gib": Case([(81_851, 81_851)], 1, simpo={"plan": "sequential"}, base={"gpu_gib": 11.5}, host_gib=56),
-    "even-one": Case(seen_in_order(EVEN), 1, simpo={"plan": "sequential"}, host_gib=59),
-    "mix-in-order": Case(MIX, simpo={"plan": "parallel", "balanced": False, "accumulation": 8}),
-    "mix-auto": Case(MIX, simpo={"accumulation": 8}),
-    "exact-two": Case(SHORT, simpo={"plan": "parallel"} | ONE_STEP),
-    "exact-one": Case(SHORT, 1, simpo={"plan": "sequential"} | ONE_STEP),
-    "exact-one-again": Case(SHORT, 1, simpo={"plan": "sequential"} | ONE_STEP),
-    "walk-two": Case(SHORT, simpo={"plan": "parallel"} | ONE_STEP, base=WALK),
-    "walk-one": Case(SHORT, 1, simpo={"plan": "sequential"} | ONE_STEP, base=WALK),
-    "fixed-two": Case(SHORT, simpo={"plan": "parallel"} | ONE_STEP, base=WALK | {"deterministic": True}),
-    "fixed-one": Case(SHORT, 1, simpo={"plan": "sequential"} | ONE_STEP, base=WALK | {"deterministic": True}),
-    "fifty-steps": Case(log_uniform(50, 1024, 2048), simpo={"plan": "parallel", "save_steps": 50}),
-    "sft": Case(log_uniform(4, 2048, 16_384), 1, stage="sft"),
-    "evaluate": Case(log_uniform(4, 2048, 12_288), 1, stage="evaluate"),
-    "unsloth-sft": Case(log_uniform(4, 1024, 4096), 1, stage="sft", base={"backend": "unsloth"}),
-    "unsloth-pairs": Case(log_uniform(4, 1024, 4096), simpo={"plan": "parallel"}, base={"backend": "unsloth"}),
-    "shared-prefix": Case([(81_851, 81_851)] * 3, 1, simpo={"plan": "shared_prefix"}, host_gib=56, n_shared=77_755),
-    "whole-again": Case([(81_851, 81_851)] * 2, 1, simpo={"plan": "sequential"}, host_gib=56, n_shared=77_755),
-}
-
-
-def _config(folder: Path, case: Case, dry: bool) -> RunConfig:
+def config_of(folder: Path, case: Case, dry: bool) -> RunConfig:
     """The committed configuration with the case's changes, a step a pair unless it says otherwise."""
     config = load_config(CONFIG)
     places = {"name": str(folder / "model"), "gpu_gib": CARD_GIB, "host_gib": case.host_gib}
@@ -214,7 +163,7 @@ def run_case(name: str, folder: Path, results: Path, timeout_s: float, dry: bool
     case, out = CASES[name], folder / name
     out.mkdir(parents=True)
     lengths = [(max(64, a // DRY_DIVISOR), max(64, b // DRY_DIVISOR)) for a, b in case.lengths] if dry else case.lengths
-    config = _config(folder, case, dry)
+    config = config_of(folder, case, dry)
     spec = _spec(folder, out, case, lengths, config)
     write_atomically(out / "spec.json", spec.model_dump_json(indent=2))
     started = time.monotonic()

@@ -42,8 +42,8 @@ from schemas.config import LoraConfig, ModelConfig, OptimizerConfig
 from schemas.errors import UserError
 from schemas.spec import TrainSpec
 
-OUTSIDE_ALLOCATOR_BYTES = int(2.2 * GIB)
-"""Kernels, their local memory and NCCL, which come after the budget is measured: 2.16 GiB of each of two H200s by NVML,
+OUTSIDE_ALLOCATOR_GIB = {False: 1.0, True: 2.2}
+"""Kernels, and with several ranks NCCL, which come after the budget is measured: 0.92 and 2.16 GiB by NVML on an H200,
 beyond a bare CUDA context."""
 
 PLANNED_LENGTHS = 32
@@ -129,7 +129,7 @@ def measured_budget(base: ModelConfig, group: Group) -> Budget | None:
     if group.device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(group.device)
-    own_bytes = free_bytes - OUTSIDE_ALLOCATOR_BYTES
+    own_bytes = free_bytes - int(OUTSIDE_ALLOCATOR_GIB[group.world_size > 1] * GIB)
     if base.gpu_gib is not None:
         own_bytes = min(free_bytes, int(base.gpu_gib * GIB))
     return Budget(own_bytes, host_budget(base.host_gib, host_limits()) // group.world_size)

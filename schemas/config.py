@@ -65,7 +65,8 @@ class ModelConfig(Section):
     gpu_gib: float | None = Field(
         default=None,
         gt=0,
-        description="GPU memory that PyTorch may allocate; none given: what is free, less 2.2 for CUDA's libraries",
+        description="GPU memory that PyTorch may allocate; none given: what is free, less 1.0 for CUDA's libraries, "
+        "2.2 with NCCL",
     )
     host_gib: float | None = Field(
         default=None,
