@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.engine_cases import Bench, Case, case_of, first_token_check, idle_of_step, run_case, setup_of
 from benchmarks.engine_common import append_result, config_dict, machine, random_nf4_model, with_lora
 from benchmarks.engine_floor import floor_s, measured_peaks

@@ -76,9 +76,9 @@ def test_a_backward_of_some_layers_only(bench: Bench) -> None:
 
 
 def test_the_host_buffer_of_a_run_is_the_one_that_was_pinned_for_it(bench: Bench) -> None:
-    bench.scorer.reserve_host(2**20, bench.device)
+    bench.scorer.reserve_host(2**26, bench.device)
     assert run_case(bench, case_of("150@4,steps=2"))["finite"]
-    assert bench.scorer.host_bytes == 2**20
+    assert bench.scorer.host_bytes == 2**26
 
 
 def test_the_floor_is_the_sum_of_matmuls_and_attention_at_their_peaks() -> None:
