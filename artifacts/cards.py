@@ -262,7 +262,8 @@ def _(result: Evaluated) -> Card:
         if bucket.n_branches
     ]
     markdown = md.page(
-        f"Held-out tasks: {report.n_heldout_tasks:,}. Evaluated in {report.wall_s:,.1f} s.",
+        f"Held-out tasks: {report.n_heldout_tasks:,}. Evaluated in {report.wall_s:,.1f} s: {report.n_tokens_seen:,} "
+        f"tokens seen by attention, {report.n_tokens_scored:,} scored.",
         md.table(head, map(_score_row, report.models)),
         md.picture(charts.bars(likelihoods, x_label="", y_label="nats per action token"), "NLL by model")
         if likelihoods

@@ -159,6 +159,9 @@ def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scor
     for adapter in spec.adapters.values():
         check_origin(adapter, spec.model)
 
+    counts = (branches.column(name) for name in ("branch_id", "n_tokens", "n_scored"))
+    lengths = {name: (tokens, scored) for name, tokens, scored in zip(*counts, strict=True)}
+    n_tokens, n_scored = (sum(lengths[name][place] for name in names) for place in (0, 1))
     engine = model = None
     if names:
         engine = open_engine(spec, branches, names, group, optimizer=None, accumulating=False)
@@ -187,6 +190,8 @@ def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scor
     return EvalReport(
         models=tuple(found),
         n_heldout_tasks=len({task for _, task, _ in heldout}),
+        n_tokens_seen=len(found) * n_tokens,
+        n_tokens_scored=len(found) * n_scored,
         wall_s=time.monotonic() - started,
         settings={"device": str(group.device), "dtype": spec.base.dtype, "torch": torch.__version__} | note,
     )

@@ -185,6 +185,8 @@ class ModelScore(Frozen):
 class EvalReport(Frozen):
     models: tuple[ModelScore, ...]
     n_heldout_tasks: int
+    n_tokens_seen: int = Field(default=0, description="tokens that attention saw, without padding, over all models")
+    n_tokens_scored: int = 0
     wall_s: float
     gpus: tuple[GpuUse, ...] = ()
     settings: dict[str, str] = {}

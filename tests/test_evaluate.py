@@ -63,6 +63,10 @@ def test_scores_of_base_and_adapters_from_full_logits(spec: TrainSpec) -> None:
         assert score.n_pairs == score.n_branches == 5
     values = {score.nll_per_action_token for score in report.models}
     assert len(values) == 3, "an adapter was not switched"
+    table = BranchTable(spec.branches)
+    heldout = [table[f"{side}-{task}"] for task in range(2, 7) for side in ("good", "bad")]
+    assert report.n_tokens_seen == 3 * sum(branch.n_tokens for branch in heldout)
+    assert report.n_tokens_scored == 3 * sum(len(branch.positions_P) for branch in heldout)
 
 
 def test_batch_budget_changes_nothing(spec: TrainSpec) -> None:
