@@ -1,4 +1,4 @@
-"""How fast and in how much memory logs are ingested: `python -m benchmarks.ingest --gb 1 5 --repeat 3`.
+"""How fast and in how much memory logs are ingested: `python -m benchmarks.ingest --gb 1 5 --repeat 3 --core 0`.
 
 Two corpora of mini-swe-agent 1.1 files, every run different. `generated`: half conversation, the rest copies of it, and
 nothing to redact; a hard case, since real files hold three parts of other things to one of conversation. `--real
@@ -207,6 +207,7 @@ def main() -> None:
     )
     parser.add_argument("--real", type=Path, metavar="FOLDER", help="repeat the runs below FOLDER")
     parser.add_argument("--repeat", type=int, default=1, help="how often each size is measured")
+    parser.add_argument("--core", type=int, help="keep every measurement on this core")
     parser.add_argument("--out", type=Path, metavar="FILE", help="put the numbers into this JSON file")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -215,6 +216,8 @@ def main() -> None:
         result = _measure_json(Path(folder)) if kind == "json" else _measure_ingest(Path(folder), *map(Path, rest))
         print(json.dumps(result))
         return
+    if arguments.core is not None:
+        os.sched_setaffinity(0, {arguments.core})
     bodies = _real(arguments.real) if arguments.real else _generated(random.Random(0))
     corpus = "real" if arguments.real else "generated"
     rows = []
