@@ -82,6 +82,21 @@ def prefect_file(config: RunConfig) -> dict[str, Any]:
     return content
 
 
+def _keep_schedules(client: SyncPrefectClient, content: dict[str, Any]) -> None:
+    """Leaves a schedule that the server has as on or off as people have put it; `active` is for its first time."""
+    for deployment in content["deployments"]:
+        if not deployment.get("schedules"):
+            continue
+        try:
+            there = client.read_deployment_by_name(f"{flow_name(deployment)}/{deployment['name']}")
+        except ObjectNotFound:
+            continue
+        known = {schedule.slug for schedule in there.schedules}
+        for schedule in deployment["schedules"]:
+            if schedule["slug"] in known:
+                schedule.pop("active", None)
+
+
 def _deploy(content: dict[str, Any]) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="prefect-", delete=False) as file:
         yaml.safe_dump(content, file)
@@ -152,6 +167,7 @@ def deploy(config: RunConfig, *, notify: str | None = None) -> DeployReport:
         for name, limit in POOL_LIMITS.items():
             _ensure_pool(client, name, limit)
         content = prefect_file(config)
+        _keep_schedules(client, content)
         _deploy(content)
         for automation in automations:
             _ensure_automation(client, automation)
