@@ -1,5 +1,6 @@
 """A Prefect server and workers of a test's own on loopback, and the commands a person would type at them."""
 
+import base64
 import json
 import os
 import signal
@@ -45,7 +46,7 @@ def write_config(folder: Path, *, n_tasks: int = 6, more: str = "") -> Path:
     path.write_text(
         f'name = "site"\nstore = "{folder / "store"}"\n'
         f'[source]\npaths = ["{folder / "samples"}"]\n'
-        "[lora]\nr = 4\n[split]\nheldout_share = 0.3\n[evaluate]\nbootstrap_samples = 100\n" + more
+        "[lora]\nr = 4\n[split]\nheldout_share = 0.3\nsalt = 'f'\n[evaluate]\nbootstrap_samples = 100\n" + more
     )
     return path
 
@@ -63,7 +64,8 @@ def trainings(folder: Path) -> list[int]:
 class Site:
     """The server's database and every log lie in `folder`. Nothing of it outlives `stop`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, password: str = "") -> None:
+        """With a password, server and clients have it as docs/OPERATE.md says."""
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/api"
@@ -76,6 +78,10 @@ class Site:
             "DO_NOT_TRACK": "1",
             "OMP_NUM_THREADS": "1",
         }
+        self.headers = {"Content-Type": "application/json"}
+        if password:
+            self.environment |= {"PREFECT_SERVER_API_AUTH_STRING": password, "PREFECT_API_AUTH_STRING": password}
+            self.headers["Authorization"] = f"Basic {base64.b64encode(password.encode()).decode()}"
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def serve(self) -> subprocess.Popen[bytes]:
@@ -135,13 +141,10 @@ class Site:
         raise AssertionError(f"{request.full_url}: 503 ten times")
 
     def post(self, path: str, **body: Any) -> Any:
-        content = json.dumps(body).encode()
-        return self._request(
-            urllib.request.Request(f"{self.url}/{path}", content, {"Content-Type": "application/json"})
-        )
+        return self._request(urllib.request.Request(f"{self.url}/{path}", json.dumps(body).encode(), self.headers))
 
     def get(self, path: str) -> Any:
-        return self._request(urllib.request.Request(f"{self.url}/{path}"))
+        return self._request(urllib.request.Request(f"{self.url}/{path}", headers=self.headers))
 
     def run(self, deployment: str, **parameters: Any) -> str:
         """Submits a run of `flow/deployment`, as the UI does; its id."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect_site import FINAL, Site, trainings, wait_for, write_config
 
 from artifacts.runs import read_runs
@@ -22,6 +22,7 @@ from schemas.runs import RunReport
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+PASSWORD = "admin:a-password"
 SILENCE_S = 100
 """deployments/automations/zombies.yaml"""
 LIMIT_S = SILENCE_S + 30 + 20
@@ -82,12 +83,12 @@ class Host(Site):
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    host = Host(tmp_path_factory.mktemp("host"))
+    host = Host(tmp_path_factory.mktemp("host"), PASSWORD)
     host.config = write_config(host.folder, n_tasks=4, more="[sft]\nsave_steps = 3\nepochs = 10\n")
     host.webhook = Webhook()
     try:
         host.switch_on()
-        with temporary_settings({PREFECT_API_URL: host.url}):
+        with temporary_settings({PREFECT_API_URL: host.url, PREFECT_API_AUTH_STRING: PASSWORD}):
             form = {"text": "{{subject}}", "body": "{{body}}"}
             CustomWebhookNotificationBlock(
                 name="team", url=host.webhook.url, json_data=form, headers=None, cookies=None
