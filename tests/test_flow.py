@@ -110,6 +110,37 @@ def test_damaged_payload_runs_its_stage_again_and_no_other(config: RunConfig, fa
     assert ran(run(config)) == []
 
 
+GARBAGE = (b"", b"\x00\xff" * 50, b"{}", b'{"kind": "Ingested"')
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_damaged_records_are_made_again(config: RunConfig, fakes: FakeStages, garbage: bytes) -> None:
+    run(config)
+    for folder in ("results", "runs"):
+        for record in (Path(config.store) / folder).iterdir():
+            record.write_bytes(garbage)
+    assert ran(run(config)) == list(CACHED)
+    assert [report.status for report in read_runs(Path(config.store))] == ["completed"]
+    assert len(inventory(Path(config.store)).payloads) == len(CACHED) - 1  # an evaluation is its report alone
+
+
+def test_records_of_a_newer_version_are_neither_trusted_nor_lost(config: RunConfig, fakes: FakeStages) -> None:
+    first = run(config)
+    for folder, at in (("results", "data"), ("runs", "ingested")):
+        for path in (Path(config.store) / folder).iterdir():
+            record = json.loads(path.read_text())
+            inner = json.loads(record["result"]) if "result" in record else record
+            inner[at]["from_the_future"] = True
+            if "result" in record:
+                record["result"] = json.dumps(inner)
+            path.write_text(json.dumps(record))
+    assert ran(run(config)) == list(CACHED)
+    newer = Path(config.store) / "runs" / f"{first.run_id}.json"
+    collect(Path(config.store), keep_runs=2)
+    assert newer.is_file()
+    assert all(Path(ref.path).exists() for ref in first.all_refs())
+
+
 def test_refresh_runs_the_named_stage_only(config: RunConfig, fakes: FakeStages) -> None:
     run(config)
     assert ran(run(config, refresh=("sft",))) == ["sft"]
