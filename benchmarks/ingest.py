@@ -10,6 +10,7 @@ store (the mean of both counts), and at the end ingestion again with nothing cha
 time, user and system: reading and writing files counts for ingestion, and not for `json.loads`. What a process pays
 once (imports, compiled patterns) is measured on a few runs before, and not counted. Peak memory is the process's own.
 Of several repeats the median counts; `shares` has them all, and `load` how many processes wanted the machine's cores.
+The sizes take turns, so that what else the machine does falls on all of them.
 """
 
 import argparse
@@ -24,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -140,27 +141,44 @@ def _child(*arguments: str) -> dict[str, Any]:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def measure(size_gb: float, scratch: Path, corpus: str, bodies: list[bytes], repeat: int) -> dict[str, Any]:
-    """All numbers for one corpus size."""
-    folder, few = scratch / "logs", scratch / "few"
-    n_files = make_corpus(folder, int(size_gb * GB), bodies)
-    make_corpus(few, 1_000_000, bodies)
-    plain = [_child("json", str(folder))]
-    runs = []
-    for number in range(repeat):
-        if number:
-            shutil.rmtree(scratch / f"store-{number - 1}")
-        runs.append(_child("ingest", str(folder), str(scratch / f"store-{number}"), str(few)))
-        plain.append(_child("json", str(folder)))
-    again = _child("ingest", str(folder), str(scratch / f"store-{repeat - 1}"), str(few))
+@dataclass
+class _Corpus:
+    """One size, and what was measured on it so far."""
+
+    scratch: Path
+    n_files: int
+    plain: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def ingest(self) -> dict[str, Any]:
+        return _child("ingest", *(str(self.scratch / name) for name in ("logs", "store", "few")))
+
+
+def prepare(size_gb: float, scratch: Path, bodies: list[bytes]) -> _Corpus:
+    scratch.mkdir()
+    make_corpus(scratch / "few", 1_000_000, bodies)
+    return _Corpus(scratch, make_corpus(scratch / "logs", int(size_gb * GB), bodies))
+
+
+def measure(corpus: _Corpus) -> None:
+    """Once more, into a new store."""
+    if (corpus.scratch / "store").exists():
+        shutil.rmtree(corpus.scratch / "store")
+    corpus.plain.append(_child("json", str(corpus.scratch / "logs")))
+    corpus.runs.append(corpus.ingest())
+    corpus.plain.append(_child("json", str(corpus.scratch / "logs")))
+
+
+def numbers(corpus: _Corpus) -> dict[str, Any]:
+    """All numbers of one size."""
+    again, runs, plain = corpus.ingest(), corpus.runs, corpus.plain
     n_bytes = plain[0]["n_bytes"]
-    json_s = [(before["cpu_s"] + after["cpu_s"]) / 2 for before, after in pairwise(plain)]
+    json_s = [(before["cpu_s"] + after["cpu_s"]) / 2 for before, after in zip(plain[::2], plain[1::2], strict=True)]
     shares = [mean / run["cpu_s"] for mean, run in zip(json_s, runs, strict=True)]
     ns_per_byte = [run["cpu_s"] / n_bytes * 1e9 for run in runs]
     return {
-        "corpus": corpus,
         "gb": n_bytes / GB,
-        "n_files": n_files,
+        "n_files": corpus.n_files,
         "json_mb_per_s": n_bytes / median(json_s) / 1e6,
         "ingest_mb_per_s": 1e3 / median(ns_per_byte),
         "share_of_json": median(shares),
@@ -220,15 +238,15 @@ def main() -> None:
         os.sched_setaffinity(0, {arguments.core})
     bodies = _real(arguments.real) if arguments.real else _generated(random.Random(0))
     corpus = "real" if arguments.real else "generated"
-    rows = []
-    for size in arguments.gb:
-        scratch = Path(tempfile.mkdtemp(prefix="ingest-", dir=arguments.scratch))
-        try:
-            row = measure(size, scratch, corpus, bodies, arguments.repeat)
-        finally:
-            shutil.rmtree(scratch)
-        rows.append({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
-        print(json.dumps(rows[-1]), flush=True)
+    with tempfile.TemporaryDirectory(prefix="ingest-", dir=arguments.scratch) as folder:
+        corpora = [prepare(size, Path(folder) / str(number), bodies) for number, size in enumerate(arguments.gb)]
+        for _ in range(arguments.repeat):
+            for one in corpora:
+                measure(one)
+        rows = [numbers(one) for one in corpora]
+    rows = [{key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
+    for row in rows:
+        print(json.dumps(row))
     result: dict[str, Any] = {**_machine(), "sizes": rows}
     if len(rows) > 1:
         ratio = rows[-1]["ns_per_byte"] / rows[0]["ns_per_byte"]
