@@ -27,6 +27,18 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
 
 
 @contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One process at a time is inside; the others wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def in_use(store: Path) -> Iterator[None]:
     """For as long as this lasts, nothing is removed from the store. Waits for a clean-up that is under way."""
     path = store / "in-use.lock"

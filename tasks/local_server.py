@@ -4,6 +4,7 @@ Run as `python -m tasks.local_server PORT`, it serves the API on loopback until 
 holds the other end, so the process ends with the caller however that ends, `kill -9` included.
 """
 
+import asyncio
 import atexit
 import base64
 import os
@@ -18,6 +19,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from artifacts.locks import alone
 from schemas.errors import UserError
 
 BOOT_LIMIT_S = 180.0
@@ -50,6 +52,7 @@ class LocalServer:
                     **os.environ,
                     "PREFECT_HOME": str(home),
                     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",  # into the log, whatever the caller shows
+                    "PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "0",  # done before, under a lock
                     "PREFECT_UI_ENABLED": "0",
                     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
                     "PREFECT__SERVER_EPHEMERAL": "1",
@@ -177,8 +180,11 @@ def _exit_with_parent() -> None:
 
 def _serve(port: int) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    import uvicorn  # imported late: the thread above must watch while this takes its seconds
+    import uvicorn  # imported late: the thread above must watch while these take their seconds
+    from prefect.server.database import provide_database_interface
 
+    with alone(Path(os.environ["PREFECT_HOME"]) / "database.lock"):  # two runs may start at once on a fresh store
+        asyncio.run(provide_database_interface().create_db())
     uvicorn.run(
         "prefect.server.api.server:create_app",
         factory=True,

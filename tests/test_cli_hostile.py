@@ -220,7 +220,7 @@ def test_killed_run_goes_on_and_leaves_no_process(samples: Path, tmp_path: Path)
     words = ("sft", DEMO, *settings(tmp_path / "store", samples, *more), "--json")
     process = start(*words)
     checkpoints = tmp_path / "store" / "work"
-    wait_for(lambda: list(checkpoints.rglob("complete")), 180)
+    wait_for(lambda: list(checkpoints.rglob("*.complete")), 180)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     wait_for(lambda: not processes_of(tmp_path, "engine.train"), 30)
