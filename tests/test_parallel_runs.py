@@ -4,7 +4,6 @@ import json
 import os
 import pwd
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,14 +15,9 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY
 from parallel_flow import N_TASKS
+from prefect_site import free_port
 
 PREFECT = Path(sys.executable).parent / "prefect"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def postgres_programs() -> Path:
