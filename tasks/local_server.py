@@ -4,7 +4,6 @@ Run as `python -m tasks.local_server PORT`, it serves the API on loopback until 
 holds the other end, so the process ends with the caller however that ends, `kill -9` included.
 """
 
-import asyncio
 import atexit
 import base64
 import os
@@ -17,6 +16,7 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 from artifacts.locks import alone
@@ -36,8 +36,13 @@ class LocalServer:
     """The API process as its parent sees it."""
 
     def __init__(self, home: Path) -> None:
-        """Starts the process and returns at once. Its database and log lie in `home`."""
+        """Starts the process and returns at once. Its database and log lie in `home`.
+
+        While another run's API boots on the same database this waits: the first one creates or migrates it.
+        """
         home.mkdir(parents=True, exist_ok=True)
+        self._booting = ExitStack()
+        self._booting.enter_context(alone(home / "boot.lock"))
         self.log = home / "server.log"
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}/api"
@@ -52,7 +57,6 @@ class LocalServer:
                     **os.environ,
                     "PREFECT_HOME": str(home),
                     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",  # into the log, whatever the caller shows
-                    "PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "0",  # done before, under a lock
                     "PREFECT_UI_ENABLED": "0",
                     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
                     "PREFECT__SERVER_EPHEMERAL": "1",
@@ -72,6 +76,7 @@ class LocalServer:
                 raise UserError(f"the private Prefect API ended: {self._last_words()}", where=self.log)
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    self._booting.close()
                     return
             except (urllib.error.URLError, TimeoutError, ConnectionError):
                 time.sleep(0.05)
@@ -180,11 +185,8 @@ def _exit_with_parent() -> None:
 
 def _serve(port: int) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    import uvicorn  # imported late: the thread above must watch while these take their seconds
-    from prefect.server.database import provide_database_interface
+    import uvicorn  # imported late: the thread above must watch while this takes its seconds
 
-    with alone(Path(os.environ["PREFECT_HOME"]) / "database.lock"):  # two runs may start at once on a fresh store
-        asyncio.run(provide_database_interface().create_db())
     uvicorn.run(
         "prefect.server.api.server:create_app",
         factory=True,
