@@ -89,7 +89,8 @@ def _with_run(run: Run) -> Run:
     return replace(run, run_id=posixpath.basename(folder) or None)
 
 
-def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Iterator[tuple[Adapter, Run]]:
+def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Iterator[tuple[Adapter, Run, Run]]:
+    """(adapter, the run as it is written, the run under its own names: side files are joined by these)."""
     read.damaged += [(document.path, problem) for problem in document.problems]
     read.n_replaced += document.n_replaced
     if not document.value and document.problems:
@@ -103,11 +104,11 @@ def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Ite
             return
         adapter = find_adapter(document, config.format)
         for run in _read_records(adapter, document, read):
-            run = _with_run(run)
+            named = run = _with_run(run)
             if config.redact:
                 run, counts = redact(run)
                 read.redactions.update(counts)
-            yield adapter, run
+            yield adapter, run, named
     except SourceError as error:
         read.quarantined.append((document.path, str(error)))
 
@@ -120,7 +121,9 @@ def _documents(file: InputFile, config: SourceConfig, sha256: str | None) -> Ite
     return file_documents(file.path, partial(load_document, source_format=config.format), sha256)
 
 
-def _file_runs(file: InputFile, config: SourceConfig, read: _Read, sha256: str | None) -> Iterator[tuple[Adapter, Run]]:
+def _file_runs(
+    file: InputFile, config: SourceConfig, read: _Read, sha256: str | None
+) -> Iterator[tuple[Adapter, Run, Run]]:
     if file.problem:
         read.quarantined.append((file.name, file.problem))
         return
@@ -142,7 +145,7 @@ def _chain(run: Run) -> list[str]:
     return links[1:]
 
 
-def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapter, run: Run) -> RunEntry:
+def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapter, run: Run, named: Run) -> RunEntry:
     chain = _chain(run) if adapter.snapshots else [None]
     read.openings += [(link, len(read.entries)) for link in chain[:-1] if link is not None]
     messages = run.messages
@@ -157,8 +160,8 @@ def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapte
         segment=segment,
         row=row,
         trajectory_id=run.trajectory_id,
-        task_id=run.task_id,
-        source_path=run.source_path,
+        task_id=named.task_id,
+        source_path=named.source_path,
         source_format=run.source_format,
         status=run.outcome.status,
         source=run.outcome.source,
@@ -189,8 +192,8 @@ class SegmentWriter:
     def _runs(self, files: Iterator[InputFile]) -> Iterator[Run]:
         for file in files:
             read = _Read(sha256=None if file.is_settled else file.sha256())
-            for adapter, run in _file_runs(file, self.config, read, self.digests.known(file)):
-                entry = _entry(file, self.name, self._n_read, read, adapter, run)
+            for adapter, run, named in _file_runs(file, self.config, read, self.digests.known(file)):
+                entry = _entry(file, self.name, self._n_read, read, adapter, run, named)
                 read.entries.append(entry)
                 self._n_read += 1
                 self._n_chars += entry.n_chars

@@ -18,7 +18,8 @@ from msgspec import msgpack
 from msgspec.structs import replace
 
 from tasks.secret_rules import rules
-from tasks.sources.draft import CharSpan, Message, Run
+from tasks.sources.base import digest
+from tasks.sources.draft import CharSpan, Message, Run, ToolCall
 
 
 class _Scratches(local):
@@ -33,7 +34,8 @@ class _Scratches(local):
 
 
 _SCRATCHES = _Scratches()
-_ESCAPE = re.compile(r"\\+(?:u[0-9a-fA-F]{4}|[nrtbf\"/])")
+_ESCAPE = re.compile(r"\\+(?:u(?!0040)[0-9a-fA-F]{4}|[nrtbf\"/])")
+_ESCAPED_AT = re.compile(r"\\+u0040")
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Redactor:
         return sorted(found)
 
     def _placeholder(self, kind: str, value: str) -> str:
-        key = (kind, value.lower() if kind == "email" else value)
+        key = (kind, _ESCAPED_AT.sub("@", value).lower() if kind == "email" else value)
         if key not in self._names:
             self._numbers[kind] += 1
             number = self._numbers[kind]
@@ -95,26 +97,50 @@ class Redactor:
                 for span in message.action_spans
             )
             message = replace(message, content=_replace(message.content, found), action_spans=spans)
-        if message.reasoning:
-            message = replace(message, reasoning=self.text(message.reasoning))
+        others = {name: self.text(value) for name in _MESSAGE_TEXTS if (value := getattr(message, name))}
+        if others:
+            message = replace(message, **others)
         if message.tool_calls:
-            calls = tuple(replace(call, arguments=self.text(call.arguments)) for call in message.tool_calls)
-            message = replace(message, tool_calls=calls)
+            message = replace(message, tool_calls=tuple([self._call(call) for call in message.tool_calls]))
         return message
 
+    def _call(self, call: ToolCall) -> ToolCall:
+        call_id = self.text(call.call_id) if call.call_id else call.call_id
+        return ToolCall(self.text(call.name), self.text(call.arguments), call_id)
+
+    def _identity(self, value: str, users: set[str]) -> str:
+        """A name that groups runs. A run's own placeholders would make equal tasks differ, and different ones equal, so
+        it becomes a digest of itself if it holds anything to replace, or is a user's name: that of a home directory.
+        """
+        return f"redacted-{digest(value)[:16]}" if self.find(value) or value in users else value
+
+    def _identities(self, run: Run) -> dict[str, str]:
+        """Where the run comes from and what it belongs to. Looked at last: what the messages become must not depend on
+        the folder the log lies in.
+        """
+        self._hints = ("",)
+        path = self.find(run.source_path)
+        users = {run.source_path[start:end] for start, end, _ in path}
+        named = {name: self._identity(value, users) for name in _RUN_IDENTITIES if (value := getattr(run, name))}
+        return {**named, "source_path": _replace(run.source_path, path)}
+
     def run(self, run: Run) -> Run:
-        """The whole run with placeholders. Identities stay: they are hashes."""
+        """The whole run with placeholders, the names it goes by included."""
         triggered = [rules()[0][index] for index in self._triggered(_all_text(run))]
-        if not triggered:
-            return run
-        if all(rule.hints for rule in triggered):  # most often addresses or home directories, and in a few messages
-            self._hints = tuple(hint for rule in triggered for hint in rule.hints)
-        messages = tuple([self.message(message) for message in run.messages])
-        others = {name: self.text(value) for name in _RUN_TEXTS if (value := getattr(run, name))}
-        return replace(run, messages=messages, **others)
+        if triggered:
+            if all(rule.hints for rule in triggered):  # most often addresses or home directories, in a few messages
+                self._hints = tuple(hint for rule in triggered for hint in rule.hints)
+            messages = tuple([self.message(message) for message in run.messages])
+            others = {name: self.text(value) for name in _RUN_TEXTS if (value := getattr(run, name))}
+            run = replace(run, messages=messages, **others)
+        if self._triggered(_PACK([run.source_path, *[getattr(run, name) for name in _RUN_IDENTITIES]])):
+            run = replace(run, **self._identities(run))
+        return run
 
 
-_RUN_TEXTS = ("tools_json", "patch", "exit_status")
+_MESSAGE_TEXTS = ("reasoning", "tool_call_id", "name")
+_RUN_TEXTS = ("tools_json", "patch", "exit_status", "agent", "model")
+_RUN_IDENTITIES = ("trajectory_id", "task_id", "repo", "run_id", "parent_id")
 
 
 _PACK = msgpack.Encoder().encode
@@ -127,7 +153,9 @@ def _all_text(run: Run) -> bytes:
     messages = run.messages
     calls = [call for message in messages for call in message.tool_calls]
     spoken = [message.content for message in messages], [message.reasoning for message in messages]
-    return _PACK([*spoken, [call.arguments for call in calls], [getattr(run, name) for name in _RUN_TEXTS]])
+    named = [message.name for message in messages], [message.tool_call_id for message in messages]
+    called = [call.arguments for call in calls], [call.name for call in calls], [call.call_id for call in calls]
+    return _PACK([*spoken, *named, *called, [getattr(run, name) for name in _RUN_TEXTS]])
 
 
 def _replace(text: str, found: list[tuple[int, int, str]]) -> str:

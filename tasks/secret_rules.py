@@ -1,8 +1,6 @@
 """What counts as a secret or as personal data: a trigger and a finder for each kind."""
 
-import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +24,8 @@ from detect_secrets.plugins.square_oauth import SquareOAuthDetector
 from detect_secrets.plugins.stripe import StripeDetector
 from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
 from detect_secrets.plugins.twilio import TwilioKeyDetector
+
+from tasks.assigned_secrets import ASSIGNED_TRIGGER, BEARER_TRIGGER, assigned_values, bearer_values
 
 Spans = Iterable[tuple[int, int]]
 
@@ -61,42 +61,16 @@ def _library(detector: type[RegexBasedDetector], trigger: str) -> Rule:
     return Rule(str(instance.secret_type).lower().replace(" ", "_"), trigger, _matches(*instance.denylist))
 
 
-def _entropy(value: str) -> float:
-    """Shannon entropy in bits per character."""
-    counts = Counter(value)
-    return -sum(n / len(value) * math.log2(n / len(value)) for n in counts.values())
-
-
-_SECRET_NAME = (
-    r"(?i)(?:api_?key|secret(?:_?access)?_?key|access_?key|auth_?token|access_?token|client_?secret|passwd|password)"
-    r"[\"']?\s{0,3}"
-)
-_SEPARATOR = r"(?:=>?|:)\s{0,3}[\"']?"
-_ASSIGNED = re.compile(_SEPARATOR + r"([A-Za-z0-9+/_.~-]{16,200})")
-_NAME_BEFORE = re.compile(_SECRET_NAME + "$")
-_MAX_NAME_CHARS = 24
-_NAME_LIKE = re.compile(r"[A-Za-z_]+(?:[._-][A-Za-z_]+)*")
-
-
-def _assigned_values(text: str) -> Iterator[tuple[int, int]]:
-    """Values of secret-like names that look random: mixed characters and high entropy, no identifiers or paths. Looked
-    for from the separator outwards: names are many, and of any case.
-    """
-    for match in _ASSIGNED.finditer(text):
-        if not _NAME_BEFORE.search(text, max(0, match.start() - _MAX_NAME_CHARS), match.start()):
-            continue
-        value = match.group(1)
-        mixed = any(char.isdigit() for char in value) and any(char.isalpha() for char in value)
-        if mixed and not _NAME_LIKE.fullmatch(value) and "/" not in value[:2] and _entropy(value) >= 3.5:
-            yield match.span(1)
-
-
-_DOMAIN = re.compile(r"@((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,5}[A-Za-z]{2,24})(?![\w(-])")
+_DOMAIN = re.compile(r"(?:@|\\+u0040)((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,5}[A-Za-z]{2,24})(?![\w(-])")
 _LOCAL_PART = re.compile(r"(?:^|[^\w.+-])([A-Za-z0-9](?:[\w.+-]{0,62}\w)?)$")
 _KEPT_DOMAINS = (".example", "example.com", "example.org", "example.net", ".invalid", ".test", ".localhost")
 _HOME = re.compile(
     r"(?:/home/|/Users/|:(?<=[A-Za-z]:)(?:\\{1,4}Users(?:\\{1,4}|/)|/Users\\{1,4}))([A-Za-z0-9][\w.-]*\w|\w)"
 )
+_SHORT_HOME = re.compile(
+    r"(?:(?<![^\s\"'=:(])~(?=[\w.-]+/)|(?<![^/])-(?:home|Users)-(?=\w))([A-Za-z][A-Za-z0-9_]+)(?=[/-]|$)"
+)
+"""`~jane/`, and `-home-jane-project` as coding agents name the folder of a project's logs."""
 _KEPT_USERS = frozenset(
     (
         *("user", "users", "username", "your-name", "your_username", "yourname", "name", "you", "me", "sample_user"),
@@ -117,17 +91,23 @@ def _emails(text: str) -> Iterator[tuple[int, int]]:
             yield local.start(1), match.end()
 
 
-def _home_users(text: str) -> Iterator[tuple[int, int]]:
-    for match in _HOME.finditer(text):
-        if match.group(1).lower() not in _KEPT_USERS:
-            yield match.span(1)
+def _home_users(pattern: re.Pattern[str]) -> Callable[[str], Spans]:
+    def find(text: str) -> Iterator[tuple[int, int]]:
+        for match in pattern.finditer(text):
+            if match.group(1).lower() not in _KEPT_USERS:
+                yield match.span(1)
+
+    return find
 
 
+_KEY_NAME = r"[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
+_KEY_PIECE = r"(?:MI[A-Za-z0-9+/=]+|[A-Za-z0-9+/=]{16,}|(?=[A-Za-z]*[0-9+/=])[A-Za-z0-9+/=]+)"
 _PRIVATE_KEY = re.compile(
-    r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----.{0,16384}?"
-    r"-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----",
+    rf"-----BEGIN {_KEY_NAME}(?:(?:(?!-----BEGIN ).){{0,16384}}?-----END {_KEY_NAME}"
+    rf"|(?:\s{{0,8}}(?:Proc-Type|DEK-Info|Version|Comment): [^\n]{{0,200}})*(?:\s{{1,8}}{_KEY_PIECE})+)",
     re.DOTALL,
 )
+"""Whole, or cut off: then up to where the base64 ends."""
 _PLAIN_TOKENS = (
     re.compile(r"\bsk-(?:proj-|ant-|or-|svcacct-)?[A-Za-z0-9_-]{20,200}"),
     re.compile(r"\bgithub_pat_[A-Za-z0-9_]{22,255}"),
@@ -161,9 +141,13 @@ def rules() -> tuple[tuple[Rule, ...], hyperscan.Database]:
         _library(AzureStorageKeyDetector, "AccountKey="),
         _library(BasicAuthDetector, r"://[^:/?#\s]+:[^:/?#\s]+@"),
         Rule("token", r"(?:sk-|github_pat_|hf_|npm_|AIza|ya29\.)[A-Za-z0-9_-]{20}", _matches(*_PLAIN_TOKENS)),
-        Rule("assigned_secret", _SECRET_NAME + _SEPARATOR + "[A-Za-z0-9+/_.~-]{16}", _assigned_values),
-        Rule("email", r"@[A-Za-z0-9.-]+\.[A-Za-z]", _emails, ("@",)),
-        Rule("home_directory", r"/home/\w|[/\\]Users[/\\]", _home_users, ("/home/", "Users")),
+        Rule("authorization", BEARER_TRIGGER, bearer_values),
+        Rule("assigned_secret", ASSIGNED_TRIGGER, assigned_values),
+        Rule("email", r"(?:@|\\u0040)[A-Za-z0-9.-]+\.[A-Za-z]", _emails, ("@", "u0040")),
+        Rule("home_directory", r"/home/\w|[/\\]Users[/\\]", _home_users(_HOME), ("/home/", "Users")),
+        Rule(
+            "home_directory", r"~[a-z][\w.-]*/|-(?:home|Users)-\w", _home_users(_SHORT_HOME), ("~", "-home-", "-Users-")
+        ),
     )
     triggers = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
     triggers.compile(
