@@ -6,23 +6,12 @@ repair  in one run an action failed and a later turn fixed it; the fix, put in t
 And the two runs of a fork: the history that they share was decided once, and only one of the two logs scores it.
 """
 
-import json
-from collections.abc import Iterator, Sequence
-from difflib import SequenceMatcher
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from schemas.trajectory import Message
-from tasks.scoring import failed_turns
 from tasks.spans import OBSERVATION, PROMPT, REASONING, TURN_END
-
-REPAIR_WINDOW_TURNS: Final = 4
-"""A fix comes within so many turns, or it is taken for something else."""
-
-SAME_ACTION: Final = 0.6
-"""Least similarity (difflib ratio) of a failed action and the action that fixes it."""
 
 Row = dict[str, Any]
 """A row of `branches`; `token_ids` is an array [n_tokens] int32."""
@@ -148,66 +137,3 @@ def _with_weights(row: Row, weights: np.ndarray, name: str) -> Row:
         "n_scored": int((new > 0).sum()),
         "has_reasoning": any(span["kind"] == REASONING and span["end"] > len(weights) for span in spans),
     }
-
-
-def find_repairs(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
-    """(failed turn, fixing turn) of a run.
-
-    The fix is the first of the next turns that worked and did nearly the same: the same tools, and a similar action.
-    After a turn without any call that failed (a format error) the first call that worked is the fix.
-    """
-    failed = failed_turns(messages)
-    worked = {
-        turn
-        for turn, following in _observations(messages)
-        if following and all(message.failed is False for message in following)
-    }
-    turns = [index for index, message in enumerate(messages) if message.trainable]
-    for number, turn in enumerate(turns):
-        if turn not in failed:
-            continue
-        for later in turns[number + 1 : number + 1 + REPAIR_WINDOW_TURNS]:
-            if later in worked and _same_action(messages[turn], messages[later]):
-                yield turn, later
-                break
-
-
-def _observations(messages: Sequence[Message]) -> Iterator[tuple[int, list[Message]]]:
-    """Each assistant message with the observations before the next one."""
-    turn, following = None, []
-    for index, message in enumerate(messages):
-        if message.role == "assistant":
-            if turn is not None:
-                yield turn, following
-            turn, following = index, []
-        elif message.author == "environment":
-            following.append(message)
-    if turn is not None:
-        yield turn, following
-
-
-def _values(arguments: str) -> str:
-    """The values of a call's arguments: their names, the same in every call of a tool, say nothing of likeness."""
-    try:
-        parsed = json.loads(arguments)
-    except ValueError:
-        return arguments
-    return "\n".join(map(str, parsed.values())) if isinstance(parsed, dict) else arguments
-
-
-def _action(message: Message) -> str:
-    fences = [message.content[span.start : span.end] for span in message.action_spans]
-    return "\n".join([*fences, *(_values(call.arguments) for call in message.tool_calls)])
-
-
-def _same_action(failed: Message, later: Message) -> bool:
-    a, b = _action(failed), _action(later)
-    if not b:
-        return False
-    if not a:
-        return True
-    names = [[call.name for call in message.tool_calls] for message in (failed, later)]
-    if a == b or names[0] != names[1]:
-        return False
-    matcher = SequenceMatcher(None, a, b, autojunk=False)
-    return matcher.quick_ratio() >= SAME_ACTION and matcher.ratio() >= SAME_ACTION

@@ -20,11 +20,12 @@ from schemas.refs import Ref
 from schemas.reports import Paired, PairReport
 from schemas.tables import BRANCH_SCHEMA_VERSION, BRANCHES, PAIR_SCHEMA_VERSION, PAIRS
 from tasks.branch_table import BranchTable, Runs
-from tasks.derived import find_repairs, repair, scored_alike, step
+from tasks.derived import repair, scored_alike, step
 from tasks.pair_rules import Branch, Candidate, efficiency, in_order, n_shared_prefix, outcome
 from tasks.render import quantiles
+from tasks.repairs import find_repairs
 
-STAGE_VERSION: Final = 2
+STAGE_VERSION: Final = 3
 
 Progress = Callable[[int, int], None]
 """Called with tasks done and tasks in all."""

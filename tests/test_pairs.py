@@ -15,7 +15,6 @@ from schemas.config import ModelConfig, PairsConfig, RenderConfig, SourceConfig,
 from schemas.errors import UserError
 from schemas.refs import Ref
 from schemas.trajectory import Message, Trajectory
-from tasks.derived import find_repairs
 from tasks.ingest import ingest
 from tasks.model import load_tokenizer, prepare_model
 from tasks.pair_rules import n_shared_prefix
@@ -207,21 +206,6 @@ def test_repair_puts_the_fix_in_the_failed_turns_place(store: Store, model: Ref,
     alone = pairs_of([fixed, run("x", "resolved", turn("x")), run("y", "failed", turn("y"))], store, model)
     token_ids = made.branches["r-repair-m2-fix-m6"]["token_ids"]
     assert token_ids == alone.branches["f"]["token_ids"][: len(token_ids)]  # as if the model had said so at once
-
-
-def test_find_repairs() -> None:
-    a, b, far = '{"command": "cat a.txt"}', '{"command": "cat b.txt"}', '{"other": "rm -rf build && make all install"}'
-
-    def observed(text: str, *failed: bool | None) -> list[Message]:
-        calls = [] if text == "" else [("bash", text)]
-        return [turn("t", *calls), *(result("r", failed=value) for value in failed)]
-
-    assert list(find_repairs([*observed(a, True), *observed(b, False)])) == [(0, 2)]
-    assert list(find_repairs([*observed(a, True), *observed(a, False)])) == []  # the same command: nothing was fixed
-    assert list(find_repairs([*observed(a, True), *observed(far, False)])) == []
-    assert list(find_repairs([*observed(a, True), *observed(b, None)])) == []  # nobody says that it worked
-    assert list(find_repairs([*observed("", True), *observed(far, False)])) == [(0, 2)]  # a format error
-    assert list(find_repairs([*observed(a, True), *observed(far, False) * 4, *observed(b, False)])) == []  # too late
 
 
 @given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12))
