@@ -9,6 +9,7 @@ import os
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, cast
 
@@ -16,8 +17,19 @@ import pyarrow.parquet as pq
 import zstandard
 
 from artifacts.store import file_sha256
-from tasks.containers import DAMAGE, Budget, Unreadable, leads_outside, one_line
-from tasks.input_files import path_name
+from tasks.containers import (
+    DAMAGE,
+    Budget,
+    ReadError,
+    Unpacked,
+    Unreadable,
+    at_least_one,
+    foreign_container,
+    leads_outside,
+    one_line,
+    whole_lines,
+)
+from tasks.input_files import path_name, unreadable, valid_name
 from tasks.sessions import COPY, HeldEvents
 from tasks.sources import Document, SourceError, find_adapter, load_document, read_document
 from tasks.sources.document import read_lines
@@ -49,13 +61,17 @@ def _member_documents(
             yield member
             continue
         path, data = member
+        del member  # one member in memory at a time
         try:
             if held.take(path, data):
                 continue
         except SourceError as error:
             yield Unreadable(path, str(error))
             continue
-        yield _member_document(data, path, load)
+        document = _member_document(data, path, load)
+        del data
+        yield document
+        del document
     yield from held.sessions()
     for path, data, is_copy in held.pages():
         yield Unreadable(path, COPY) if is_copy else _member_document(data, path, load)
@@ -64,6 +80,9 @@ def _member_documents(
 def _member_document(data: bytes, path: str, load: Loader) -> Document | Unreadable:
     if data[:4] in (b"PK\x03\x04", b"PAR1") or data[:2] == b"\x1f\x8b" or data[257:262] == b"ustar":
         return Unreadable(path, "an archive inside an archive: unpack the outer one first")
+    foreign = foreign_container(data[:16])
+    if foreign:
+        return Unreadable(path, foreign)
     try:
         return load(data, path)
     except SourceError as error:
@@ -76,6 +95,8 @@ def _member_document(data: bytes, path: str, load: Loader) -> Document | Unreada
 def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     if info.file_size > MAX_DOCUMENT_BYTES:
         raise SourceError(f"larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
+    if info.flag_bits & 1:
+        raise SourceError("protected by a password: unpack it first")
     try:
         if info.compress_type != _ZIP_ZSTANDARD:
             with archive.open(info) as stream:
@@ -88,7 +109,7 @@ def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
         raw.seek(info.header_offset + 30 + name_bytes + extra_bytes)
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw.read(info.compress_size))) as stream:
             return _read_limited(stream)
-    except (*DAMAGE, OSError, RuntimeError) as error:  # RuntimeError: a password
+    except (*DAMAGE, OSError, RuntimeError) as error:
         raise SourceError(f"damaged member: {one_line(error)}") from error
 
 
@@ -107,10 +128,12 @@ def _eval_log(archive: zipfile.ZipFile, path: str, budget: Budget) -> Iterator[D
             data = _zip_member(archive, info)
             budget.spend(len(data))
             sample = read_document(data, member)
+            del data
         except SourceError as error:
             yield Unreadable(member, str(error))
             continue
         yield Document(member, sample.sha256, "json", {**header, "plan": {}, "samples": sample.records})
+        del sample
 
 
 def _zip_members(archive: zipfile.ZipFile, path: str, budget: Budget) -> Iterator[tuple[str, bytes] | Unreadable]:
@@ -131,6 +154,7 @@ def _zip_members(archive: zipfile.ZipFile, path: str, budget: Budget) -> Iterato
             continue
         budget.spend(len(data))
         yield member, data
+        del data
 
 
 def _zip_documents(file: Path, load: Loader) -> Iterator[Document | Unreadable]:
@@ -138,20 +162,20 @@ def _zip_documents(file: Path, load: Loader) -> Iterator[Document | Unreadable]:
     budget = Budget(file.stat().st_size)
     with zipfile.ZipFile(file) as archive:
         if _is_eval_log(set(archive.namelist())):
-            yield from _eval_log(archive, path, budget)
+            yield from at_least_one(_eval_log(archive, path, budget))
         else:
-            yield from _member_documents(_zip_members(archive, path, budget), load)
+            yield from at_least_one(_member_documents(_zip_members(archive, path, budget), load))
 
 
 # tar and gzip ---------------------------------------------------------------------------------------------------
 
 
-def _tar_members(file: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes] | Unreadable]:
+def _tar_members(file: Path, stream: IO[bytes] | Unpacked) -> Iterator[tuple[str, bytes] | Unreadable]:
     path = path_name(file)
     budget = Budget(file.stat().st_size)
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
+    with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r|") as archive:
         for info in archive:
-            member = f"{path}!/{info.name}"
+            member = f"{path}!/{valid_name(info.name)}"
             if info.isdir():
                 continue
             if not info.isreg():
@@ -169,41 +193,40 @@ def _tar_members(file: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes] | 
 
 
 def _gzip_documents(file: Path, load: Loader, sha256: str | None) -> Iterator[Document | Unreadable]:
+    n_bytes = file.stat().st_size
     with gzip.open(file) as probe:
-        is_tar = probe.read(262)[257:262] == b"ustar"
-    with gzip.open(file) as unpacked:
-        stream = cast("IO[bytes]", unpacked)
+        is_tar = Unpacked(probe, Budget(n_bytes)).read(262)[257:262] == b"ustar"
+    with gzip.open(file) as packed:
+        stream = Unpacked(packed, Budget(n_bytes))
         if is_tar:
-            yield from _member_documents(_tar_members(file, stream), load)
+            yield from at_least_one(_member_documents(_tar_members(file, stream), load))
+            if stream.problem:
+                raise SourceError(f"damaged archive: {stream.problem}")
         else:
-            yield from _stream_documents(file, stream, stream.read(_PIECE_BYTES + 1), load, sha256)
+            yield from _gzip_lines(file, stream, load, sha256)
+
+
+def _gzip_lines(file: Path, stream: Unpacked, load: Loader, sha256: str | None) -> Iterator[Document | Unreadable]:
+    """Of a file that was cut, what stands before the cut; the cut is a problem of the last document."""
+    last: Document | Unreadable | None = None
+    try:
+        for document in _stream_documents(file, stream, stream.read(_PIECE_BYTES + 1), load, sha256):
+            if last is not None:
+                yield last
+            last = document
+    except SourceError as error:
+        raise SourceError(f"damaged archive: {stream.problem}" if stream.problem else str(error)) from error
+    if stream.problem and isinstance(last, Document):
+        last = replace(last, problems=(*last.problems, f"damaged archive: {stream.problem}"))
+    if last is not None:
+        yield last
 
 
 # files larger than memory ---------------------------------------------------------------------------------------
 
 
-def _whole_lines(stream: IO[bytes], head: bytes, problems: list[str]) -> Iterator[bytes]:
-    """Pieces of whole lines; a line beyond the limit is skipped without being held."""
-    rest, skipping, number = head, False, 0
-    while chunk := stream.read(_PIECE_BYTES):
-        rest += chunk
-        cut = rest.rfind(b"\n") + 1
-        if skipping and cut:
-            first = rest.find(b"\n") + 1
-            rest, cut, skipping = rest[first:], cut - first, False
-        if cut > 0:
-            yield rest[:cut]
-            rest = rest[cut:]
-        if len(rest) > MAX_DOCUMENT_BYTES:
-            number += 1
-            problems.append(f"a line longer than {MAX_DOCUMENT_BYTES >> 20} MiB (number {number} of that kind)")
-            rest, skipping = b"", True
-    if rest and not skipping:
-        yield rest
-
-
 def _stream_documents(
-    file: Path, stream: IO[bytes], head: bytes, load: Loader, sha256: str | None
+    file: Path, stream: IO[bytes] | Unpacked, head: bytes, load: Loader, sha256: str | None
 ) -> Iterator[Document | Unreadable]:
     """One document, or pieces of it where every line is a run of its own. `head`: what was read so far."""
     path = path_name(file)
@@ -215,7 +238,7 @@ def _stream_documents(
     values, _, _ = read_lines(first_line.removeprefix(b"\xef\xbb\xbf"))
     if values and find_adapter(Document(path, sha256, "jsonl", values)).by_record:
         problems: list[str] = []
-        for piece in _whole_lines(stream, head, problems):
+        for piece in whole_lines(stream, head, problems, MAX_DOCUMENT_BYTES, _PIECE_BYTES):
             values, broken, n_replaced = read_lines(piece.removeprefix(b"\xef\xbb\xbf"))
             if values or broken or problems:
                 yield Document(path, sha256, "jsonl", values, (*problems, *broken), n_replaced)
@@ -250,13 +273,16 @@ def file_documents(
         with file.open("rb", buffering=0) as stream:
             n_bytes = os.fstat(stream.fileno()).st_size
             head = stream.read(min(n_bytes, _PIECE_BYTES) + 1) or b""  # a buffer of the file's size, not of the limit's
+            foreign = foreign_container(head[:16])
+            if foreign:
+                raise SourceError(foreign)
             if head[:4] == b"PK\x03\x04":
                 yield from _zip_documents(file, load)
             elif head[:2] == b"\x1f\x8b":
                 yield from _gzip_documents(file, load, sha256)
             elif head[257:262] == b"ustar":
                 stream.seek(0)
-                yield from _member_documents(_tar_members(file, stream), load)
+                yield from at_least_one(_member_documents(_tar_members(file, stream), load))
             elif head[:4] == b"PAR1":
                 yield from _parquet_documents(file, sha256)
             else:
@@ -264,4 +290,4 @@ def file_documents(
     except (*DAMAGE, gzip.BadGzipFile) as error:
         raise SourceError(f"damaged archive: {one_line(error)}") from error
     except OSError as error:
-        raise SourceError(f"cannot be read: {error.strerror or one_line(error)}") from error
+        raise ReadError(unreadable(error)) from error

@@ -104,7 +104,10 @@ class Catalog:
         row = self._db.execute("SELECT stamp, sha256 FROM files WHERE file = ?", (file.name,)).fetchone()
         if row is None or row[0] != file.stamp or file.dataset is not None or file.problem is not None:
             return False
-        return row[1] is None or row[1] == file.sha256()
+        try:
+            return row[1] is None or row[1] == file.sha256()
+        except OSError:
+            return False
 
     def forget(self, name: str) -> None:
         for table in ("files", "runs", "openings"):
@@ -117,14 +120,16 @@ class Catalog:
         notes: FileNotes,
         runs: Iterable[RunEntry],
         openings: Sequence[tuple[str, int]],
+        was_read: bool = True,
     ) -> None:
         """Records a file with everything that it gave, in place of what it gave before. `sha256`: of a file so new that
-        its stamp does not vouch for its content; None for the others.
+        its stamp does not vouch for its content; None for the others. One that could not be read is tried again.
         """
+        stamp = file.stamp if was_read else ""
         if self._db.execute("SELECT 1 FROM files WHERE file = ?", (file.name,)).fetchone():
             self.forget(file.name)
         said = orjson.dumps(vars(notes)).decode() if any(vars(notes).values()) else ""
-        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (file.name, file.stamp, sha256, said))
+        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (file.name, stamp, sha256, said))
         marks = ", ".join("?" * len(RUN_FIELDS))
         self._db.executemany(f"INSERT INTO runs VALUES ({marks})", [_FIELDS_OF(run) for run in runs])
         if openings:

@@ -1,20 +1,25 @@
 """What a container may hold and do: limits on what comes out of it, and what its readers raise where it is damaged."""
 
+import gzip
 import lzma
+import re
 import struct
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import IO
 
 import pyarrow as pa
 import zstandard
 
-from tasks.sources import SourceError
+from tasks.sources import Document, SourceError
 
 _MIN_TOTAL_BYTES = 4 << 30
 _MAX_RATIO = 200
+_STEP_BYTES = 1 << 20
 
 DAMAGE = (
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException),
@@ -23,8 +28,35 @@ DAMAGE = (
 """What readers of containers raise at damaged bytes."""
 
 
+class ReadError(SourceError):
+    """The system refused a file's bytes: another night it may give them."""
+
+
+_ZIP_ENTRY = re.compile(r"<ZipInfo .*?>")
+
+
 def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return " ".join(_ZIP_ENTRY.sub("the member", str(error)).split())
+
+
+_FOREIGN = (
+    *(
+        (b"\xfd7zXZ\0", "compressed by xz"),
+        (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+        (b"BZh", "compressed by bzip2"),
+    ),
+    *((b"\x04\x22\x4d\x18", "compressed by lz4"), (b"\x1f\x9d", "compressed by compress")),
+    *((b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"), (b"Rar!\x1a\x07", "a RAR archive")),
+)
+"""First bytes of containers that are not read."""
+
+
+def foreign_container(head: bytes) -> str | None:
+    """Why a file or member that begins so cannot be read; None when it is no container that we know and do not read."""
+    if head.startswith(b"PK\x05\x06"):
+        return "an empty archive"
+    named = next((name for magic, name in _FOREIGN if head.startswith(magic)), None)
+    return None if named is None else f"{named}: unpack it first"
 
 
 @dataclass(frozen=True)
@@ -54,3 +86,68 @@ class Budget:
         self.left -= n_bytes
         if self.left < 0:
             raise SourceError("archive unpacks to far more than its size: a decompression bomb")
+
+
+class Unpacked:
+    """What comes out of a compressed stream, charged to a budget. Where the stream is cut or damaged it ends with the
+    last good byte; `problem` then says so.
+    """
+
+    def __init__(self, stream: gzip.GzipFile, budget: Budget) -> None:
+        self._stream, self._budget = stream, budget
+        self.problem: str | None = None
+
+    def read(self, n_bytes: int) -> bytes:
+        """Raises:
+        SourceError: more came out than is believable.
+        gzip.BadGzipFile: the content is not what was packed.
+        """
+        parts, n_left = [], n_bytes
+        while n_left and self.problem is None:
+            try:
+                part = self._stream.read1(min(n_left, _STEP_BYTES))
+            except (EOFError, zlib.error) as error:
+                self.problem = one_line(error)
+                break
+            if not part:
+                break
+            self._budget.spend(len(part))
+            parts.append(part)
+            n_left -= len(part)
+        return b"".join(parts)
+
+
+def at_least_one(documents: Iterator[Document | Unreadable]) -> Iterator[Document | Unreadable]:
+    """The documents of an archive.
+
+    Raises:
+        SourceError: there is none.
+    """
+    first = next(documents, None)
+    if first is None:
+        raise SourceError("an empty archive")
+    yield first
+    del first
+    yield from documents
+
+
+def whole_lines(
+    stream: IO[bytes] | Unpacked, head: bytes, problems: list[str], max_bytes: int, piece_bytes: int
+) -> Iterator[bytes]:
+    """Pieces of whole lines; a line beyond the limit is skipped without being held."""
+    rest, skipping, number = head, False, 0
+    while chunk := stream.read(piece_bytes):
+        rest += chunk
+        cut = rest.rfind(b"\n") + 1
+        if skipping and cut:
+            first = rest.find(b"\n") + 1
+            rest, cut, skipping = rest[first:], cut - first, False
+        if cut > 0:
+            yield rest[:cut]
+            rest = rest[cut:]
+        if len(rest) > max_bytes:
+            number += 1
+            problems.append(f"a line longer than {max_bytes >> 20} MiB (number {number} of that kind)")
+            rest, skipping = b"", True
+    if rest and not skipping:
+        yield rest

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from artifacts.store import file_sha256, payload_digest
@@ -18,11 +18,21 @@ from tasks.sessions import COPY, event_number, is_event, is_page
 
 
 def path_name(path: Path) -> str:
-    """The path as valid text: names of files are bytes and may hold anything."""
-    name = str(path)
-    return name if name.isascii() else os.fsencode(name).decode("utf-8", "replace")
+    """The path as valid text: names of files are bytes and may hold anything. Bytes that are no UTF-8 are written out
+    as `\\xff`, so that two names never become one.
+    """
+    return valid_name(str(path))
 
 
+def valid_name(name: str) -> str:
+    """Like `path_name`, for a name as `os.fsdecode` gives it."""
+    return name if name.isascii() else os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+EMPTY = "empty file"
+"""Why a file without a byte gives no run. Files of the kernel say so too, and reading them can wait for ever."""
+
+_KERNEL_FOLDERS = ("/proc", "/sys", "/sys/kernel/debug", "/sys/kernel/tracing", "/sys/fs/cgroup")
 _SETTLED_NS = 2_000_000_000
 """A file changed less than this before it was looked at can be changed again without its times showing it."""
 
@@ -49,9 +59,13 @@ class InputFile:
         return f"{DATASET_PREFIX}{self.dataset}" if self.dataset else path_name(self.path)
 
     def sha256(self) -> str:
-        """Of the content; where there is none at hand (a data set on a hub), of the name: its changes go unnoticed."""
+        """Of the content; where there is none at hand (a data set on a hub), of the name: its changes go unnoticed.
+
+        Raises:
+            OSError: the file cannot be read, or no more.
+        """
         if self.events:
-            listing = "".join(f"{path_name(path)}\0{file_sha256(path)}\n" for path in self.events)
+            listing = "".join(f"{path_name(path)}\0{_event_sha256(path)}\n" for path in self.events)
             return hashlib.sha256(listing.encode()).hexdigest()
         if self.dataset is None and self.problem is None:
             return file_sha256(self.path)
@@ -59,6 +73,22 @@ class InputFile:
         if self.dataset and folder.is_dir():
             return payload_digest(folder)[0]
         return hashlib.sha256(f"{self.name}\0{self.problem}".encode()).hexdigest()
+
+
+def _event_sha256(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except OSError:
+        return _UNREAD
+
+
+_UNREAD = "cannot be read"
+"""Stands for the digest of a content that cannot be read, whatever the reason was this time."""
+
+
+def unreadable(error: OSError) -> str:
+    """Why a file or folder is left out."""
+    return f"{_UNREAD}: {error.strerror or ' '.join(str(error).split())}"
 
 
 class DigestBook:
@@ -77,11 +107,14 @@ class DigestBook:
         return row[1] if row is not None and row[0] == file.stamp else None
 
     def sha256(self, file: InputFile) -> str:
-        """The digest, read from the file where it is not known."""
+        """The digest, read from the file where it is not known; a mark, not remembered, where it cannot be read."""
         known = self.known(file)
         if known is not None:
             return known
-        sha256 = file.sha256()
+        try:
+            sha256 = file.sha256()
+        except OSError:
+            return _UNREAD
         if file.is_settled and file.stamp:
             self._db.execute("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", (file.name, file.stamp, sha256))
             self._is_empty = False
@@ -103,15 +136,23 @@ DATASET_PREFIX = "hf:"
 """`hf:owner/name` or `hf:folder`, with an optional `:split`, names a Hugging Face data set."""
 
 
+@cache
+def _kernel_devices() -> frozenset[int]:
+    return frozenset(os.stat(folder).st_dev for folder in _KERNEL_FOLDERS if os.path.ismount(folder))
+
+
 def _stat(path: Path) -> InputFile:
     try:
         info = path.stat()
     except OSError as error:
-        return InputFile(path, problem=f"cannot be read: {error.strerror}")
+        return InputFile(path, problem=unreadable(error))
     if not stat.S_ISREG(info.st_mode):  # opening a FIFO would wait for ever
         return InputFile(path, problem="not a regular file")
+    if info.st_dev in _kernel_devices():
+        return InputFile(path, problem="a file of the kernel, not a log")
     stamp = f"{info.st_size} {info.st_mtime_ns} {info.st_ctime_ns}"
-    return InputFile(path, stamp, is_settled=info.st_ctime_ns < time.time_ns() - _SETTLED_NS)
+    is_settled = info.st_ctime_ns < time.time_ns() - _SETTLED_NS
+    return InputFile(path, stamp, is_settled, problem=None if info.st_size else EMPTY)
 
 
 def _session(folder: Path, files: list[str]) -> InputFile | None:
@@ -126,7 +167,7 @@ def _session(folder: Path, files: list[str]) -> InputFile | None:
         return None
     events = tuple(Path(file) for _, file in sorted(numbered))
     found = [_stat(file) for file in events]
-    if any(file.problem for file in found):
+    if any(file.problem not in (None, EMPTY) for file in found):
         return None
     try:
         if not is_event(events[0].read_bytes()):
@@ -138,16 +179,27 @@ def _session(folder: Path, files: list[str]) -> InputFile | None:
     return InputFile(folder, digest, is_settled=all(file.is_settled for file in found), events=events)
 
 
-def _walk(folder: Path) -> Iterator[InputFile]:
-    """Files below a folder, sorted; links to folders are not followed, hidden entries are left out."""
-    with os.scandir(folder) as entries:
-        found = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
-    session = _session(folder, [entry.path for entry in found if not entry.is_dir()])
-    is_copy = folder.name == "event_cache" and (folder.parent / "events").is_dir()
+def _is_folder(entry: os.DirEntry[str], *, follow_symlinks: bool = True) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=follow_symlinks)
+    except OSError:  # links that lead in a circle; `_stat` tells
+        return False
+
+
+def _listing(folder: Path) -> Iterator[InputFile | Path]:
+    """What lies in a folder, sorted: files, and the folders below it."""
+    try:
+        with os.scandir(folder) as entries:
+            found = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    except OSError as error:
+        yield InputFile(folder, problem=unreadable(error))
+        return
+    session = _session(folder, [entry.path for entry in found if not _is_folder(entry)])
+    is_copy = folder.name == "event_cache" and os.path.isdir(folder.parent / "events")
     for entry in found:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(Path(entry.path))
-        elif entry.is_dir() or session is not None:
+        if _is_folder(entry, follow_symlinks=False):
+            yield Path(entry.path)
+        elif _is_folder(entry) or session is not None:
             continue
         elif is_copy and is_page(entry.name):
             yield InputFile(Path(entry.path), problem=COPY)
@@ -157,15 +209,34 @@ def _walk(folder: Path) -> Iterator[InputFile]:
         yield session
 
 
+def _walk(folder: Path) -> Iterator[InputFile]:
+    """Files below a folder, sorted; links to folders are not followed, hidden entries are left out."""
+    open_folders = [_listing(folder)]  # no recursion: a tree may be deeper than Python's stack
+    while open_folders:
+        found = next(open_folders[-1], None)
+        if found is None:
+            open_folders.pop()
+        elif isinstance(found, Path):
+            open_folders.append(_listing(found))
+        else:
+            yield found
+
+
 def _expand(given: str) -> Iterable[InputFile]:
-    path = Path(given).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(given))
+    if os.path.isdir(path):
         return _walk(path)
-    if path.exists():
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte
+        pass
+    except OSError as error:
+        return [InputFile(path, problem=unreadable(error))]
+    else:
         return [_stat(path)]
     if glob.has_magic(given):
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        return (file for match in matches for file in (_walk(match) if match.is_dir() else [_stat(match)]))
+        return (file for match in matches for file in (_walk(match) if os.path.isdir(match) else [_stat(match)]))
     return []
 
 
@@ -189,7 +260,7 @@ def find_files(paths: Iterable[str]) -> Iterator[InputFile]:
                 seen.add(path)
                 yield file
         if not n_found:
-            folder = Path(given).expanduser().is_dir()
+            folder = os.path.isdir(os.path.expanduser(given))
             raise UserError(
                 "an empty folder" if folder else "no such file or folder",
                 where=given,

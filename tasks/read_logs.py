@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from dataclasses import replace as changed
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,9 +22,9 @@ from schemas.tables import TRAJECTORIES
 from tasks.archives import file_documents
 from tasks.catalog import Catalog, FileNotes, RunEntry
 from tasks.columns import record_batch
-from tasks.containers import Unreadable
+from tasks.containers import ReadError, Unreadable
 from tasks.documents import dataset_documents, store_documents
-from tasks.input_files import DigestBook, InputFile
+from tasks.input_files import DigestBook, InputFile, unreadable
 from tasks.redact import redact
 from tasks.segments import ROWS_PER_BATCH, Segment
 from tasks.sources import Adapter, Document, SourceError, find_adapter, load_document
@@ -42,6 +43,8 @@ class _Read:
 
     sha256: str | None = None
     """Of a file that was changed a moment ago: before it was read."""
+    was_read: bool = True
+    """Whether the system gave its bytes."""
     facts: list[SideFact] = field(default_factory=list)
     quarantined: list[tuple[str, str]] = field(default_factory=list)
     damaged: list[tuple[str, str]] = field(default_factory=list)
@@ -65,7 +68,7 @@ def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator
     except SourceError as error:
         if not adapter.by_record or len(document.records) < 2:
             raise
-        first_error = error
+        first_error = str(error)  # the error itself would hold this frame, and the document
     n_good = 0
     for number, record in enumerate(document.records, start=1):
         try:
@@ -76,7 +79,7 @@ def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator
         n_good += len(runs)
         yield from runs
     if not n_good:
-        raise first_error
+        raise SourceError(first_error)
 
 
 def _with_run(run: Run) -> Run:
@@ -133,7 +136,9 @@ def _file_runs(
                 read.quarantined.append((document.path, document.reason))
             else:
                 yield from _document_runs(document, config, read)
+            del document  # not held while the next one is parsed
     except SourceError as error:
+        read.was_read = not isinstance(error, ReadError)
         read.quarantined.append((file.name, str(error)))
 
 
@@ -177,6 +182,16 @@ def _entry(file: InputFile, segment: str, row: int, read: _Read, adapter: Adapte
     )
 
 
+def _new_digest(file: InputFile) -> tuple[InputFile, str | None]:
+    """(the file, its digest if it was changed a moment ago); one that cannot be read for it has a problem."""
+    if file.is_settled or file.problem:
+        return file, None
+    try:
+        return file, file.sha256()
+    except OSError as error:
+        return changed(file, problem=unreadable(error)), None
+
+
 class SegmentWriter:
     """Reads files one after another into one segment, and records each in the catalog once its rows are safe."""
 
@@ -191,7 +206,8 @@ class SegmentWriter:
 
     def _runs(self, files: Iterator[InputFile]) -> Iterator[Run]:
         for file in files:
-            read = _Read(sha256=None if file.is_settled else file.sha256())
+            file, sha256 = _new_digest(file)
+            read = _Read(sha256)
             for adapter, run, named in _file_runs(file, self.config, read, self.digests.known(file)):
                 entry = _entry(file, self.name, self._n_read, read, adapter, run, named)
                 read.entries.append(entry)
@@ -205,7 +221,7 @@ class SegmentWriter:
         """Files whose rows lie in the first `n_bytes` of the segment are not read again after an interruption."""
         while self._finished and self._finished[0][0] <= self._n_written:
             _, file, read = self._finished.popleft()
-            self.catalog.put(file, read.sha256, read.notes(), read.entries, read.openings)
+            self.catalog.put(file, read.sha256, read.notes(), read.entries, read.openings, read.was_read)
         if self._n_written:
             self.catalog.put_segment(Segment(self.name, self._n_written, n_bytes, sha256))
         self.catalog.commit()

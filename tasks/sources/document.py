@@ -7,6 +7,7 @@ pretty-printed object. Damage is survived where whole records can still be read,
 import hashlib
 import json
 import re
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -51,8 +52,35 @@ class Document:
         return records[0] if records and isinstance(records[0], dict) else {}
 
 
+_WEIGHED_FROM_BYTES = 32 << 20
+_FEW_MARKS = 4_000_000
+_MAX_PARSED_BYTES = 896 << 20
+_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{,\n]', re.DOTALL)
+_BYTES_OF_MARK = {ord("{"): 200, ord("["): 96, ord('"'): 40, ord(","): 40, ord("\n"): 40}
+"""What CPython needs for a value that begins with the mark, or stands behind it; for strings, beyond their text."""
+
+
+def _refuse_many_values(data: bytes) -> None:
+    """Many small values take up to thirty times as much memory as their text. Told from brackets, quotes and commas
+    before anything is parsed, in two steps: a count, which in most long logs is small, then a walk that passes over
+    what stands inside strings.
+
+    Raises:
+        SourceError: parsed, the values would take more than 896 MiB.
+    """
+    if len(data) <= _WEIGHED_FROM_BYTES or sum(map(data.count, (b"[", b"{", b",", b"\n"))) <= _FEW_MARKS:
+        return
+    n_bytes = 0
+    for mark in _MARK.finditer(data):
+        n_bytes += _BYTES_OF_MARK[data[mark.start()]]
+        if n_bytes > _MAX_PARSED_BYTES:
+            raise SourceError(f"so many small values that they would take more than {_MAX_PARSED_BYTES >> 20} MiB")
+
+
 _YAML_START = re.compile(r"(?:#[^\n]*\n|---\s*\n|\s*\n)*[\w.\"'-]+:(?:\s|$)")
 _MAX_YAML_ALIASES = 100
+_MAX_YAML_BYTES = 4 << 20
+"""Parsed, YAML takes up to two hundred times as much."""
 _MARKED_BYTES = 4096
 
 
@@ -73,7 +101,7 @@ def _without_surrogates(value: Any) -> tuple[Any, int]:
 
 
 def _loads(raw: bytes) -> tuple[Any, int]:
-    """(value, characters replaced). msgspec reads what is strict JSON, integers of any size included; NaN, lone
+    """(value, characters replaced). msgspec reads what is strict JSON, integers beyond 64 bits included; NaN, lone
     surrogates and invalid UTF-8, which it refuses, are left to `json`.
     """
     try:
@@ -85,6 +113,10 @@ def _loads(raw: bytes) -> tuple[Any, int]:
         value, n_replaced = _without_surrogates(json.loads(text))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # Python turns no longer text into an integer
+        raise ValueError(f"an integer of more than {sys.get_int_max_str_digits()} digits") from error
     return value, n_replaced + max(0, text.count("\ufffd") - raw.count(b"\xef\xbf\xbd"))
 
 
@@ -105,16 +137,23 @@ def _as_utf8(data: bytes) -> bytes:
     return data
 
 
+_LINE = re.compile(rb"\S[^\n]*")
+
+
 def read_lines(data: bytes) -> tuple[list[Any], list[str], int]:
     """(values of the lines that are whole, what is wrong with the others, characters replaced)."""
     values: list[Any] = []
     problems: list[str] = []
     n_replaced = 0
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        line = line.strip().removeprefix(b"\xef\xbb\xbf")  # appended files can carry a mark in the middle
+    number, counted = 1, 0
+    for found in _LINE.finditer(data):  # no step for a blank line: there can be millions
+        number += data.count(b"\n", counted, found.start())
+        counted = found.start()
+        line = found[0].strip().removeprefix(b"\xef\xbb\xbf")  # appended files can carry a mark in the middle
         if not line:
             continue
         try:
+            _refuse_many_values(line)
             value, n = _loads(line)
         except ValueError as error:
             problems.append(f"line {number}: {error}")
@@ -126,6 +165,8 @@ def read_lines(data: bytes) -> tuple[list[Any], list[str], int]:
 
 def _read_yaml(text: str) -> Any:
     """Safe loader only: no tags, and few aliases, since aliases to aliases grow exponentially when walked."""
+    if len(text) > _MAX_YAML_BYTES:
+        raise SourceError(f"YAML larger than {_MAX_YAML_BYTES >> 20} MiB: write it as JSON")
     if len(re.findall(r"(?:^|[\s\[,{-])\*\w", text, re.MULTILINE)) > _MAX_YAML_ALIASES:
         raise SourceError(f"YAML with more than {_MAX_YAML_ALIASES} aliases")
     try:
@@ -153,6 +194,7 @@ class Shape:
         """The document with just these fields; None when it does not fit, or is damaged: it is then read whole."""
         if self.marker not in data[:_MARKED_BYTES] and self.marker not in data[-_MARKED_BYTES:]:
             return None
+        _refuse_many_values(data)
         try:
             return Document(path, sha256, "json", self._decoder.decode(data))
         except (msgspec.DecodeError, RecursionError):
@@ -184,6 +226,7 @@ def read_document(data: bytes, path: str = "", *, sha256: str | None = None) -> 
     if b"\0" in body[:4096]:
         raise SourceError("binary data, not a log")
     if body[:1] in b"{[":
+        _refuse_many_values(body)
         first_problem = "more than one value"
         if not _begins_with_a_whole_line(body):
             try:
