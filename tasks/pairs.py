@@ -133,10 +133,11 @@ def _kept(proposed: Sequence[Candidate], table: BranchTable, config: PairsConfig
         else:
             shared[candidate] = n_shared_prefix(table.token_ids(candidate.chosen), table.token_ids(candidate.rejected))
     kept: list[Candidate] = []
-    for candidate in in_order(list(shared), config, shared.__getitem__):
+    for number, candidate in enumerate(in_order(list(shared), config, shared.__getitem__)):
         if len(kept) == config.max_pairs_per_task:
-            tally.refused["over_cap"] += 1
-        elif any(_near(candidate, other, table) for other in kept):
+            tally.refused["over_cap"] += len(shared) - number
+            break
+        if any(_near(candidate, other, table) for other in kept):
             tally.refused["near_duplicate"] += 1
         else:
             kept.append(candidate)

@@ -1,5 +1,7 @@
 """Pairs: the rules, the guards, the caps, and the natural groups of the shared runs."""
 
+import hashlib
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from schemas.refs import Ref
 from schemas.trajectory import Message, Trajectory
 from tasks.ingest import ingest
 from tasks.model import load_tokenizer, prepare_model
-from tasks.pair_rules import n_shared_prefix
+from tasks.pair_rules import Branch, Candidate, in_order, n_shared_prefix
 from tasks.pairs import build_pairs
 from tasks.render import render
 from tasks.renderer import Renderer
@@ -115,6 +117,39 @@ def test_the_cap_holds_and_balance_uses_every_run(store: Store, model: Ref) -> N
     assert made.paired.report.rejected_by_reason["over_cap"] == 6
     assert len({side for pair in made.sides() for side in pair}) == 6
     assert made.sides() == pairs_of(list(reversed(many())), store, model, max_pairs_per_task=3).sides()
+
+
+def least_used_first(candidates: list[Candidate], config: PairsConfig) -> list[Candidate]:
+    """The balanced order by its definition: look through all that remain, every time."""
+    drawn = {
+        pair: hashlib.sha256(
+            f"{config.seed}\0{pair.rule}\0{pair.chosen.branch_id}\0{pair.rejected.branch_id}".encode()
+        ).digest()
+        for pair in candidates
+    }
+    remaining, used, ordered = list(candidates), Counter(), []
+    while remaining:
+        pair = min(remaining, key=lambda pair: (used[pair.chosen.row] + used[pair.rejected.row], drawn[pair]))
+        remaining.remove(pair)
+        ordered.append(pair)
+        used.update((pair.chosen.row, pair.rejected.row))
+    return ordered
+
+
+def branch(row: int) -> Branch:
+    return Branch(row, f"b{row}", "", "task", "train", "resolved", None, 10, 5, False, "")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)).filter(lambda e: e[0] != e[1]), unique=True, max_size=40),
+    st.integers(0, 3),
+)
+def test_the_balanced_order_is_least_used_first(edges: list[tuple[int, int]], seed: int) -> None:
+    candidates = [Candidate("outcome", branch(chosen), branch(rejected)) for chosen, rejected in edges]
+    config = PairsConfig(seed=seed)
+    expected = least_used_first(candidates, config)
+    assert list(in_order(candidates, config, lambda _: 0)) == expected
+    assert list(in_order(candidates[::-1], config, lambda _: 0)) == expected
 
 
 def test_hardest_first_takes_the_longest_shared_history(store: Store, model: Ref) -> None:
