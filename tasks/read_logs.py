@@ -207,7 +207,7 @@ class SegmentWriter:
     def _runs(self, files: Iterator[InputFile]) -> Iterator[Run]:
         for file in files:
             file, sha256 = _new_digest(file)
-            read = _Read(sha256)
+            read = _Read(sha256, was_read=not file.problem)
             for adapter, run, named in _file_runs(file, self.config, read, self.digests.known(file)):
                 entry = _entry(file, self.name, self._n_read, read, adapter, run, named)
                 read.entries.append(entry)

@@ -60,6 +60,10 @@ class Adapter:
             raise SourceError(f"{self.name}: {first['msg']} at {'.'.join(map(str, first['loc']))}") from error
         except RecursionError as error:
             raise SourceError(f"{self.name}: nested too deeply") from error
+        except SourceError:
+            raise
+        except ValueError as error:  # YAML's 0x..., of more digits than Python turns into text
+            raise SourceError(f"{self.name}: a value that cannot be written as text") from error
 
 
 def as_dict(value: Any, what: str = "value") -> dict[str, Any]:
@@ -221,13 +225,11 @@ def content_id(task_id: str, messages: Iterable[Message]) -> str:
 
 
 def reward_outcome(value: Any, source: OutcomeSource = "reward", *, resolved_from: float = 1.0) -> Outcome:
-    """A reward or score in [0, 1] as an outcome; resolved from `resolved_from` on. Anything else is unknown."""
-    if isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, int | float) or value != value:
+    """A reward or score in [0, 1] as an outcome; resolved from `resolved_from` on. Anything else is unknown: a number
+    outside is of another scale, of which nobody said where success begins.
+    """
+    if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
         return Outcome()
-    if not 0.0 <= value <= 1.0:
-        return Outcome(status="resolved" if value >= resolved_from else "failed", source=source)
     return Outcome(status="resolved" if value >= resolved_from else "failed", source=source, score=float(value))
 
 

@@ -34,7 +34,7 @@ def role_of(raw: dict[str, Any]) -> str:
     role = raw.get("role")
     known = _ROLES.get(role) if isinstance(role, str) else None
     if known is None:
-        raise SourceError(f"unknown message role {role!r}")
+        raise SourceError(f"unknown message role {repr(role)[:40]}: write it as one of {', '.join(_ROLES)}")
     return known
 
 
@@ -119,7 +119,15 @@ def read_message(raw: dict[str, Any], *, user: Author = "human", failed: bool | 
 
 def read_messages(raws: Iterable[Any], *, user: Author = "human") -> list[Message]:
     """All messages of a conversation in order."""
-    return [read_message(raw, user=user) for raw in raws if isinstance(raw, dict)]
+    messages = []
+    for number, raw in enumerate(raws, start=1):
+        if not isinstance(raw, dict):
+            continue
+        try:
+            messages.append(read_message(raw, user=user))
+        except SourceError as error:
+            raise SourceError(f"message {number}: {error}") from error
+    return messages
 
 
 def looks_like_chat(value: Any) -> bool:
