@@ -2,14 +2,17 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from pydantic import ValidationError
 
 from artifacts.cards import card, summary
-from artifacts.store import Store, link_or_copy
+from artifacts.locks import alone
+from artifacts.store import Store, link_or_copy, write_atomically
 from schemas.base import Frozen
 from schemas.config import SourceConfig
 from schemas.errors import UserError
@@ -42,6 +45,16 @@ def _put(source: Path, target: Path) -> None:
     os.replace(temporary, target)
 
 
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """What the system refuses to write often comes without a path; here it can only lie in this folder."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        error.add_note(str(folder))
+        raise
+
+
 def ingest_logs(
     paths: Sequence[str],
     out: Path,
@@ -51,13 +64,16 @@ def ingest_logs(
     dedupe: str = "exact",
 ) -> IngestLogsReport:
     """Writes `trajectories.arrow`, the report `ingest.json` and the card `ingest.md` into `out`. What was read is
-    remembered in `out/.store`: the next call reads only new and changed files.
+    remembered in `out/.store`: the next call reads only new and changed files. Calls into one folder take turns.
 
     Raises:
         UserError: a path is missing, the format is unknown, no file holds a run, or `out` cannot be written.
+        OSError, sqlite3.OperationalError: a full disk and the like; a note names `out`.
     """
     if dedupe not in get_args(Dedupe):
         raise UserError(f"no way to drop repeats is called {dedupe!r}", where="--dedupe", fix="exact, near or off")
+    if not all(path.strip() for path in paths):
+        raise UserError("an empty path", where="PATH...", fix="give files, folders or globs")
     if out.exists() and not out.is_dir():
         raise UserError("not a folder", where=out, fix="give --out a new folder, or an earlier output")
     inside = [path for path in paths if out.absolute().is_relative_to(Path(path).expanduser().absolute())]
@@ -69,15 +85,21 @@ def ingest_logs(
         config = SourceConfig(paths=tuple(paths), format=source_format, redact=redact, dedupe=cast("Dedupe", dedupe))
     except ValidationError as error:
         raise UserError(str(error.errors()[-1]["msg"]), where="PATH...", fix="give files, folders or globs") from error
-    store = Store(out / _STORE)
+    with _naming(out):
+        store = Store(out / _STORE)
+        with alone(store.root / "ingest.lock"):
+            return _ingest_into(out, config, store)
+
+
+def _ingest_into(out: Path, config: SourceConfig, store: Store) -> IngestLogsReport:
     done = ingest(config, store)
     payload = Path(done.trajectories.path)
     _put(payload, out / TABLE)
     for folder in (store.root / done.trajectories.kind).iterdir():
         if folder != payload.parent:
             shutil.rmtree(folder)  # the tables of earlier calls
-    (out / REPORT).write_text(done.report.model_dump_json(indent=2) + "\n", "utf-8")
-    (out / CARD).write_text(card(done).markdown + "\n", "utf-8")
+    write_atomically(out / REPORT, done.report.model_dump_json(indent=2) + "\n")
+    write_atomically(out / CARD, card(done).markdown + "\n")
     return IngestLogsReport(
         table=str(out / TABLE), n_rows=done.trajectories.n_rows or 0, summary=summary(done), report=done.report
     )
