@@ -4,9 +4,12 @@ What a format has no place for (who speaks, action spans, outcome, exact argumen
 for each message just the fields that a plain reading of the export would get wrong. Reading it back gives the same run.
 """
 
+import os
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import orjson
 from msgspec import to_builtins
@@ -171,25 +174,56 @@ def trajectories_of(table: Ref | Path) -> Iterator[Trajectory]:
         yield Trajectory.model_validate(row)
 
 
+@contextmanager
+def _whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file that gets its name once all of it is on disk: a failure leaves what was there before. Anything that is no
+    regular file, such as a pipe, is written to directly.
+
+    Raises:
+        OSError: it cannot be written; it names `path`, also where the system names none.
+    """
+    path = path.resolve()  # through links: their target is replaced, not they
+    direct = path.exists() and not path.is_file()
+    temporary = path if direct else path.with_name(f".{uuid.uuid4().hex}.new")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            if not direct:
+                file.flush()
+                os.fsync(file.fileno())
+        if not direct:
+            os.replace(temporary, path)
+    except OSError as error:
+        if error.filename not in (None, str(temporary)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        if not direct:
+            temporary.unlink(missing_ok=True)
+
+
 def export(table: Ref | Path, out: Path, target: Format) -> int:
-    """Writes the runs of a table: `openai` and `sharegpt` as one JSON Lines file, `atif` as a folder of documents.
+    """Writes the runs of a table: `openai` and `sharegpt` as one JSON Lines file, `atif` as a folder of documents. A
+    file is replaced as a whole or not at all.
 
     Returns:
         the number of runs written.
 
     Raises:
         ArtifactError: `table` is not a trajectories table.
+        OSError: `out` cannot be written.
     """
     exporter = EXPORTERS[target]
     n_runs = 0
     if target == "atif":
         out.mkdir(parents=True, exist_ok=True)
         for trajectory in trajectories_of(table):
-            (out / f"{trajectory.trajectory_id}.json").write_bytes(orjson.dumps(exporter(trajectory)))
+            with _whole(out / f"{trajectory.trajectory_id}.json") as file:
+                file.write(orjson.dumps(exporter(trajectory)))
             n_runs += 1
         return n_runs
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("wb") as file:
+    with _whole(out) as file:
         for trajectory in trajectories_of(table):
             file.write(orjson.dumps(exporter(trajectory)) + b"\n")
             n_runs += 1
