@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.console import Commands, console, emit, only_config, stage_names
+from flows.console import Commands, console, emit, given_folder, only_config, stage_names
 from schemas.requests import StageName
 
 _OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
@@ -15,6 +15,7 @@ app.add_typer(artifacts, name="artifacts")
 
 Config = Annotated[Path, typer.Argument(help="run configuration, a TOML file (see configs/)")]
 DEMO, TWO_GPU = Path("configs/demo.toml"), Path("configs/qwen3-8b-2x24g.toml")
+_OUT: dict[str, Any] = {"parser": given_folder, "metavar": "PATH"}
 _MANY: dict[str, Any] = {"default_factory": list, "show_default": False}
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="overrides a key, in TOML", **_MANY)]
 Refresh = Annotated[list[str], typer.Option(metavar="STAGE", help="runs a stage again, cached or not", **_MANY)]
@@ -46,7 +47,7 @@ def demo(
 
 @app.command()
 def sample(
-    out: Annotated[Path, typer.Option(help="folder for the runs: new, empty, or an earlier output")],
+    out: Annotated[Path, typer.Option(**_OUT, help="folder for the runs: new, empty, or an earlier output")],
     tasks: Annotated[int, typer.Option(help="small Python packages with a bug to find")] = 16,
     seed: Annotated[int, typer.Option(help="equal seeds give equal bytes")] = 0,
     runs_per_task: Annotated[int, typer.Option(help="careful, sloppy and looping runs of each task")] = 4,
@@ -71,7 +72,9 @@ def ingest(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="logs (with --out), or one configuration")],
     set_: Set,
     refresh: Refresh,
-    out: Annotated[Path | None, typer.Option(help="folder for trajectories.arrow, ingest.json and ingest.md")] = None,
+    out: Annotated[
+        Path | None, typer.Option(**_OUT, help="folder for trajectories.arrow, ingest.json and ingest.md")
+    ] = None,
     format: Annotated[str, typer.Option(help="a log format's name; else found by content")] = "auto",
     no_redact: Annotated[bool, typer.Option("--no-redact", help="keep secrets and personal data")] = False,
     dedupe: Annotated[str, typer.Option(help="exact, near or off")] = "exact",
@@ -150,7 +153,7 @@ def inspect(
 @app.command()
 def export(
     table: Annotated[Path, typer.Argument(help="a trajectories table (.arrow) of the store")],
-    out: Annotated[Path, typer.Option(help="a JSON Lines file; for atif a folder")],
+    out: Annotated[Path, typer.Option(**_OUT, help="a JSON Lines file; for atif a folder")],
     format: Annotated[str, typer.Option(help="atif, openai or sharegpt")] = "openai",
     json: Json = False,
 ) -> None:

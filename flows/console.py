@@ -1,6 +1,7 @@
 """Between the command line and the person: one JSON object or a table out, one clear line for each error, exit codes.
 
-0 done, 1 a stage failed, 2 the input cannot be used, 130 interrupted. Only results go to stdout; the rest to stderr.
+0 done, 1 a stage failed or the system refused (a full disk, a folder without permission), 2 the input cannot be used,
+130 interrupted. Only results go to stdout; the rest to stderr.
 """
 
 import errno
@@ -22,11 +23,12 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 console = Console(stderr=True)
 
+_OTHER_DISK = "free some space, or choose a folder of another disk"
 _ADVICE = {
-    errno.ENOSPC: "free some space, or set `store` to a folder of another disk",
-    errno.EDQUOT: "free some space, or set `store` to a folder of another disk",
+    errno.ENOSPC: _OTHER_DISK,
+    errno.EDQUOT: _OTHER_DISK,
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
-    errno.EROFS: "set `store` to a writable folder",
+    errno.EROFS: "choose a writable folder",
     errno.EACCES: "run as the user who owns it, or change its permissions",
     errno.ENOTDIR: "something else lies where a folder should",
     errno.EISDIR: "a folder lies where a file should",
@@ -66,6 +68,17 @@ def only_config(paths: list[str]) -> Path:
     raise UserError("logs need a folder to write to", where=paths[0], fix="add --out DIR, or give one .toml file")
 
 
+def given_folder(text: str) -> Path:
+    """The path of an option; an empty one would be the working directory.
+
+    Raises:
+        UserError: it is empty.
+    """
+    if not text.strip():
+        raise UserError("an empty path", where="--out", fix="give a path, or . for this folder")
+    return Path(text)
+
+
 def emit(result: BaseModel, as_json: bool, text: str = "") -> None:
     """The result on stdout: as one JSON object when asked for, else as text (nothing when that is empty)."""
     if as_json:
@@ -84,11 +97,12 @@ def _complain(error: Exception, as_json: bool) -> None:
 
 def _refused_by_the_system(error: OSError | sqlite3.OperationalError) -> UserError | None:
     """What the person can do something about; None when the error is a bug of ours."""
+    noted = next(iter(getattr(error, "__notes__", ())), "")  # by those who know where it was, as errors often do not
     if isinstance(error, OSError):
         advice = _ADVICE.get(error.errno or 0)
-        return UserError(f"{error.strerror}", where=error.filename or "", fix=advice) if advice else None
+        return UserError(f"{error.strerror}", where=error.filename or noted, fix=advice) if advice else None
     if error.sqlite_errorcode & 0xFF in _SQLITE_REFUSALS:
-        return UserError(f"{error}", where="a database of the store", fix="is its disk full, or not writable?")
+        return UserError(f"{error}", where=noted or "a database of the store", fix="is its disk full, or not writable?")
     return None
 
 

@@ -17,6 +17,15 @@ from tasks.inspect_view import html_page, print_inspection
 from tasks.model import prepare_model
 
 
+def _require_file(path: Path, fix: str) -> None:
+    if path.is_dir():
+        raise UserError("a folder, not a file", where=path, fix=fix)
+    if path.exists() and not path.is_file():
+        raise UserError("a pipe, socket or device, not a regular file", where=path, fix=fix)
+    if not path.exists():
+        raise UserError("no such file", where=path, fix=fix)
+
+
 def look(
     file: Path, config: RunConfig, *, row: int = 0, branches: Sequence[Path] = (), html: Path | None = None
 ) -> InspectReport:
@@ -25,6 +34,7 @@ def look(
     Raises:
         UserError: the file or the model cannot be read, there is no such row, or the page cannot be written.
     """
+    _require_file(file, "give a log file, or a trajectories, branches or pairs table")
     model = prepare_model(config.model, Store(config.store)).model
     report = inspect_file(
         file, model, config.render, row=row, chat_template=config.model.chat_template, branches=branches
@@ -47,18 +57,20 @@ def export_runs(table: Path, out: Path, target: str) -> ExportReport:
     """Writes every run of a table in another format.
 
     Raises:
-        UserError: no such format, the table cannot be read, or `out` cannot be written.
+        UserError: no such format, the table cannot be read, or `out` is a folder and the format writes a file (or the
+            other way round).
+        OSError: `out` cannot be written.
     """
     if target not in get_args(Format):
         raise UserError(f"no format {target!r}", where="--format", fix=f"one of {', '.join(get_args(Format))}")
-    if not table.is_file():
-        raise UserError("no such file", where=table, fix="give a trajectories table, see: traceforge artifacts list")
+    _require_file(table, "give a trajectories table, see: traceforge artifacts list")
+    if out.exists() and out.is_dir() != (target == "atif"):
+        wanted = "a folder for atif" if target == "atif" else "a file"
+        raise UserError(f"{'a folder' if out.is_dir() else 'a file'} lies there", where=out, fix=f"give --out {wanted}")
     try:
         n_runs = export(table, out, cast("Format", target))
     except ArtifactError as error:
         raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", where=out, fix="give --out another place") from error
     return ExportReport(out=str(out), format=target, n_runs=n_runs)
 
 
