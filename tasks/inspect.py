@@ -40,7 +40,7 @@ def inspect_file(
     Args:
         path: a log file, or a trajectories, branches or pairs table (.arrow).
         row: which one of the file.
-        branches: tables in which a pair's branches are looked up.
+        branches: tables in which a pair's branches are looked up; without any, those of the pairs' store.
 
     Raises:
         UserError: the file cannot be read, has no such row, or the run cannot be rendered.
@@ -65,7 +65,7 @@ def inspect_file(
     tokenizer = renderer.tokens.whole
     if name == "branches":
         return report.model_copy(update={"branch": _branch_view(values, tokenizer)})
-    return report.model_copy(update={"pair": _pair_view(values, branches, tokenizer)})
+    return report.model_copy(update={"pair": _pair_view(values, branches or _beside(path, values), tokenizer)})
 
 
 def _parsed(path: Path) -> list[Trajectory]:
@@ -138,6 +138,30 @@ def _branch_view(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast, refuse
     )
 
 
+def _beside(pairs: Path, pair: dict[str, Any]) -> list[Path]:
+    """Branches tables of the store that hold a side of a pair, the newest first.
+
+    Another render of the same runs gives the same branch ids, so the sides' lengths are compared too. Tables
+    that cannot be read (of another version, half deleted) are passed over.
+    """
+    found = []
+    tables = sorted(
+        pairs.absolute().parent.parent.parent.glob("branches/*/*.arrow"), key=lambda path: path.stat().st_mtime
+    )
+    for path in reversed(tables):
+        try:
+            table: pa.Table = open_table(path)
+        except ArtifactError:
+            continue
+        for name in ("chosen", "rejected"):
+            row = pc.index(table["branch_id"], pair[f"{name}_branch_id"]).as_py()
+            counts = ("n_tokens", "n_scored")
+            if row >= 0 and all(table[count][row].as_py() == pair[f"{name}_{count}"] for count in counts):
+                found.append(path)
+                break
+    return found
+
+
 def _find_branch(branch_id: str, tables: Sequence[Path]) -> dict[str, Any]:
     for path in tables:
         try:
@@ -148,7 +172,8 @@ def _find_branch(branch_id: str, tables: Sequence[Path]) -> dict[str, Any]:
         if found >= 0:
             return table.slice(found, 1).to_pylist()[0]
     raise UserError(
-        f"no branch {branch_id} in {len(tables)} branches tables", fix="give the pair's branches.arrow with --branches"
+        f"no branch {branch_id} in {len(tables)} branches tables",
+        fix="give the pair's branches.arrow, and derived_branches.arrow if there is one, with --branches",
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from io import StringIO
 from pathlib import Path
 
@@ -100,6 +101,19 @@ def test_a_pair_folds_what_both_sides_share(files: dict[str, Path], model: Ref) 
     assert "I look." not in text
 
 
+def test_a_pairs_branches_are_found_in_its_store(files: dict[str, Path], model: Ref, store: Store) -> None:
+    given = inspect_file(files["pairs"], model, RenderConfig(), branches=[files["branches"]])
+    # the same runs rendered otherwise have the same branch ids, and are newer; a table of another version is there too
+    other = RenderConfig(loss_on=("turn_end",))
+    with store.staging() as folder:
+        copied = shutil.copy(files["trajectories"], folder / "trajectories.arrow")
+        table = store.add(Path(copied), "trajectories", n_rows=2)
+    assert Path(render(table, model, other, SplitConfig(heldout_share=0), store).branches.path) != files["branches"]
+    (store.root / "branches" / "old").mkdir(exist_ok=True)
+    (store.root / "branches" / "old" / "branches.arrow").write_text("old")
+    assert inspect_file(files["pairs"], model, RenderConfig()) == given
+
+
 def test_the_page_stands_alone_and_escapes(files: dict[str, Path], model: Ref) -> None:
     for name in ("trajectories", "pairs"):
         page = html_page(inspect_file(files[name], model, RenderConfig(), branches=[files["branches"]]))
@@ -123,6 +137,9 @@ def test_a_run_that_would_be_dropped_says_so(files: dict[str, Path], model: Ref)
 
 
 def test_bad_input_is_one_line(files: dict[str, Path], model: Ref, tmp_path: Path) -> None:
+    alone = tmp_path / "elsewhere" / "pairs" / "0" / "pairs.arrow"
+    alone.parent.mkdir(parents=True)
+    alone.write_bytes(files["pairs"].read_bytes())
     (tmp_path / "no.json").write_text("[1, 2")
     (tmp_path / "no.arrow").write_text("nothing")
     for path, row, message in (
@@ -130,7 +147,7 @@ def test_bad_input_is_one_line(files: dict[str, Path], model: Ref, tmp_path: Pat
         (tmp_path / "no.json", 0, "no.json"),
         (tmp_path / "no.arrow", 0, "not a whole Arrow stream"),
         (files["branches"], 7, "no row 7"),
-        (files["pairs"], 0, "no branch"),
+        (alone, 0, "no branch"),
     ):
         with pytest.raises(UserError, match=message) as raised:
             inspect_file(path, model, RenderConfig(), row=row)
