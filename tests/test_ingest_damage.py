@@ -82,7 +82,7 @@ def test_a_bad_record_costs_only_itself(logs: Path) -> None:
     (logs / "a.jsonl").write_bytes(b"\n".join((line("one"), broken, line("two"))))
     result = run(logs)
     assert first_words(result) == ["one", "two", "good"]
-    assert "record 2: unknown message role 'wizard'" in result.report.damaged[0].reason
+    assert "record 2: message 2: unknown message role 'wizard'" in result.report.damaged[0].reason
 
 
 def test_zero_bytes_binary_and_pickle_are_refused_unopened(logs: Path) -> None:

@@ -34,7 +34,7 @@ def role_of(raw: dict[str, Any]) -> str:
     role = raw.get("role")
     known = _ROLES.get(role) if isinstance(role, str) else None
     if known is None:
-        raise SourceError(f"unknown message role {repr(role)[:40]}: write it as one of {', '.join(_ROLES)}")
+        raise SourceError(f"unknown message role {repr(role)[:40]}: write it as one of system, user, assistant, tool")
     return known
 
 
