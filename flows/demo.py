@@ -81,6 +81,18 @@ def run_demo(*, n_tasks: int, seed: int, console: Console) -> RunReport:
     return report
 
 
+def _caution(report: RunReport) -> list[str]:
+    """What the table of held-out pairs does not say, in a sentence each."""
+    if report.paired is None or report.promoted is None:
+        return []
+    n_pairs, decision = report.paired.report.by_split["heldout"], report.promoted.report
+    why = f"{'promoted' if decision.promoted else 'not promoted'}: {'; '.join(decision.reasons)}"
+    return [
+        f"{n_pairs} held-out pairs and a model of random weights show that the machinery runs, not how good it is.",
+        f"SimPO was {why}.",
+    ]
+
+
 def where_to_look(report: RunReport) -> str:
     """The next steps, for a person who has just seen the demonstration."""
     sft, simpo = report.sft, report.simpo
@@ -91,6 +103,7 @@ def where_to_look(report: RunReport) -> str:
         (
             f"SFT loss     {sft.report.first_loss:.4f} -> {sft.report.last_loss:.4f} nats per action token",
             f"SimPO margin {simpo.report.first_margin:+.4f} -> {simpo.report.last_margin:+.4f} on the training pairs",
+            *_caution(report),
             "",
             "Next:",
             f"  traceforge inspect {sample}    a run, its spans in colour, and what is scored",
