@@ -24,6 +24,7 @@ from schemas.config import RunConfig
 from schemas.errors import UserError
 from schemas.requests import StageName
 from schemas.runs import RunReport
+from tasks.sample.generate import generate_samples
 
 ALL = ("ingest", "model", "render", "pairs", "sft", "simpo", "evaluate", "promote")
 CACHED = ALL[:-1]  # a promotion is a decision about the store as it is now, never a cached one
@@ -95,6 +96,30 @@ def test_one_changed_field_runs_just_the_stages_it_feeds(config: RunConfig, fake
         ("source", {"dedupe": "off"}, ["ingest"]),  # the same bytes come out, so nothing after it runs
     ]:
         assert ran(run(changed(config, section, **fields))) == again, (section, fields)
+
+
+def test_rendering_forks_from_the_threads_of_a_flow(tmp_path: Path) -> None:
+    source = generate_samples(tmp_path / "runs", n_tasks=2, seed=0, runs_per_task=2, target_tokens=2_000)
+    reports = [
+        run(
+            RunConfig.model_validate(
+                {
+                    "name": "forks",
+                    "store": str(tmp_path / f"store-{num_proc}"),
+                    "source": {"paths": [str(tmp_path / "runs")]},
+                    "render": {"num_proc": num_proc},
+                }
+            ),
+            until="render",
+        )
+        for num_proc in (1, 2)
+    ]
+    alone, spread = (report.rendered for report in reports)
+    assert alone is not None
+    assert spread is not None
+    assert spread.report == alone.report
+    assert spread.report.n_branches == source.n_runs
+    assert spread.branches.sha256 == alone.branches.sha256
 
 
 @pytest.mark.parametrize("damage", ["deleted", "altered"])
