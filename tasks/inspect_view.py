@@ -104,6 +104,8 @@ def print_inspection(report: InspectReport, console: Console, *, full: bool = Fa
     """
     console.print(Text(f"{report.path}  row {report.row} of {report.n_rows}  template: {report.template}"))
     parts = _branch(report.branch, full) if report.branch else _pair(report.pair, full) if report.pair else []
+    if report.branch and report.branch.outcome == "unknown" and not report.path.endswith(".arrow"):
+        console.print(Text("outcome unknown: reports and rewards beside a log are read by `traceforge ingest` only"))
     for part in parts:
         console.print(part, highlight=False)
 

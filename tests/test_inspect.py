@@ -131,6 +131,14 @@ def test_a_log_file_of_a_real_run(shared_dir: Path, model: Ref) -> None:
     assert json.loads(report.model_dump_json())["branch"]["n_scored"] == report.branch.n_scored
 
 
+def test_a_log_without_an_outcome_says_who_reads_the_files_beside_it(shared_dir: Path, model: Ref) -> None:
+    path = next((shared_dir / "mini-swe-agent").rglob("*.traj.json"))
+    report = inspect_file(path, model, RenderConfig())
+    assert report.branch is not None
+    assert report.branch.outcome == "unknown"
+    assert "read by `traceforge ingest` only" in printed(report)
+
+
 def test_a_run_that_would_be_dropped_says_so(files: dict[str, Path], model: Ref) -> None:
     report = inspect_file(files["trajectories"], model, RenderConfig(max_tokens=50))
     assert "more than max_tokens = 50" in printed(report)
