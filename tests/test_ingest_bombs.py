@@ -54,7 +54,7 @@ def reasons(result: Ingested) -> dict[str, str]:
 
 
 def peak_mib(source: str) -> float:
-    """Peak memory of a fresh process that runs the source. Not ru_maxrss: that begins at what the forking process had."""
+    """Peak memory of a fresh process that runs the source (ru_maxrss would begin at what the forking process had)."""
     peak = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     code = f"from tasks.sources import *\n{source}\n{peak}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
