@@ -30,3 +30,14 @@ def shared_dir() -> Path:
     if not SHARED_TRAJECTORIES.is_dir():
         pytest.skip(f"real agent runs are not beside the checkout ({SHARED_TRAJECTORIES})")
     return SHARED_TRAJECTORIES
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """A folder with one good log, for what is put beside it."""
+    from ingest_inputs import line  # here, so that the environment above is set before any import
+
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "good.json").write_bytes(line("good"))
+    return folder

@@ -11,17 +11,9 @@ from engine.cost import BranchCost, CostModel, cost_model
 from engine.deal import Deal, PairCost, Plan, deal, describe, idle_share, lpt
 from engine.schedule import training_windows, window_size
 from schemas.config import SimpoConfig
+from tasks.plan import SHAPES
 
-QWEN3_8B = {
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-MODEL = cost_model(QWEN3_8B, recomputes=True)
+MODEL = cost_model(SHAPES["qwen3-8b"], recomputes=True)
 
 
 def pair(chosen: int, rejected: int, shared: float | None = None) -> PairCost:

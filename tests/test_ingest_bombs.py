@@ -14,41 +14,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from ingest_inputs import first_words, line, reasons, run
 
-from artifacts.store import Store
-from artifacts.tables import iter_rows, open_table
-from schemas.config import SourceConfig
-from schemas.reports import Ingested
 from tasks import containers
-from tasks.ingest import ingest
 from tasks.sources import SourceError, document, parse, read_document
-
-
-def chat(text: str) -> bytes:
-    return json.dumps(
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]}
-    ).encode()
-
-
-@pytest.fixture
-def logs(tmp_path: Path) -> Path:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    (folder / "good.json").write_bytes(chat("good"))
-    return folder
-
-
-def run(logs: Path) -> Ingested:
-    return ingest(SourceConfig(paths=(str(logs),)), Store(logs.parent / "store"))
-
-
-def first_words(result: Ingested) -> list[str]:
-    return [row["messages"][0]["content"] for row in iter_rows(open_table(result.trajectories))]
-
-
-def reasons(result: Ingested) -> dict[str, str]:
-    return {Path(dropped.what).name: dropped.reason for dropped in result.report.quarantined}
-
 
 # bombs ----------------------------------------------------------------------------------------------------------
 
@@ -102,10 +71,10 @@ def test_yaml_has_a_limit_of_its_own() -> None:
 
 def test_blank_lines_of_a_gzip_are_passed_over(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gzip.open(logs / "blank.jsonl.gz", "wb") as file:
-        file.write(chat("one") + b"\n")
+        file.write(line("one") + b"\n")
         for _ in range(100):
             file.write(b"\n" * (1 << 20))
-        file.write(chat("two") + b"\n")
+        file.write(line("two") + b"\n")
     started = time.process_time()
     assert first_words(run(logs)) == ["one", "two", "good"]
     assert time.process_time() - started < 10  # 0.7 s measured; a step for each line would be 20 s
@@ -115,7 +84,7 @@ def test_blank_lines_of_a_gzip_are_passed_over(logs: Path, monkeypatch: pytest.M
 
 
 def test_line_numbers_count_blank_lines() -> None:
-    found = read_document(b"\n \n".join([chat("one"), b"{", chat("two")]))
+    found = read_document(b"\n \n".join([line("one"), b"{", line("two")]))
     assert [problem.partition(":")[0] for problem in found.problems] == ["line 3"]
     assert len(found.value) == 2
 
@@ -126,7 +95,7 @@ def test_line_numbers_count_blank_lines() -> None:
 @pytest.mark.parametrize("n_chars", [4_000, 200_000])  # one piece, and several
 def test_whole_lines_before_the_cut_of_a_gzip_are_kept(logs: Path, n_chars: int) -> None:
     n_lines, text = 100, os.urandom(n_chars).hex()
-    lines = (chat(f"{number} {text[number : number + n_chars]}") for number in range(n_lines))
+    lines = (line(f"{number} {text[number : number + n_chars]}") for number in range(n_lines))
     data = gzip.compress(b"\n".join(lines), compresslevel=1)
     (logs / "cut.jsonl.gz").write_bytes(data[: len(data) * 9 // 10])
     result = run(logs)
@@ -166,7 +135,7 @@ def test_archives_without_a_file_are_named(logs: Path) -> None:
 def test_a_member_with_a_password_is_told_plainly(logs: Path) -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("secret.json", chat("secret"))
+        archive.writestr("secret.json", line("secret"))
     data = bytearray(packed.getvalue())
     for signature, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         data[data.find(signature) + offset] |= 1

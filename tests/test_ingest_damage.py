@@ -15,42 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ingest_inputs import chat, first_words, line, reasons, run
 
-from artifacts.store import Store
-from artifacts.tables import iter_rows, open_table
-from schemas.config import SourceConfig
-from schemas.reports import Ingested
 from tasks import archives, containers
-from tasks.ingest import ingest
 from tasks.sources import SourceError, parse, read_document
-
-
-def chat(text: str, **fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}], **fields}
-
-
-def line(text: str, **fields: Any) -> bytes:
-    return json.dumps(chat(text, **fields)).encode()
-
-
-@pytest.fixture
-def logs(tmp_path: Path) -> Path:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    (folder / "good.json").write_bytes(line("good"))
-    return folder
-
-
-def run(logs: Path) -> Ingested:
-    return ingest(SourceConfig(paths=(str(logs),)), Store(logs.parent / "store"))
-
-
-def first_words(result: Ingested) -> list[str]:
-    return [row["messages"][0]["content"] for row in iter_rows(open_table(result.trajectories))]
-
-
-def reasons(result: Ingested) -> dict[str, str]:
-    return {Path(dropped.what).name: dropped.reason for dropped in result.report.quarantined}
 
 
 def test_truncated_json_is_quarantined(logs: Path) -> None:

@@ -1,7 +1,6 @@
 """Entries that break the reading itself: links in a circle, what may not be opened, names that are no text."""
 
 import io
-import json
 import os
 import subprocess
 import tarfile
@@ -11,41 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ingest_inputs import first_words, line, reasons, run
 
-from artifacts.store import Store
 from artifacts.tables import iter_rows, open_table
 from schemas.config import SourceConfig
 from schemas.errors import UserError
-from schemas.reports import Ingested
 from tasks import input_files
-from tasks.ingest import ingest, source_digest
+from tasks.ingest import source_digest
 from tasks.input_files import find_files
-
-
-def chat(text: str) -> bytes:
-    return json.dumps(
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]}
-    ).encode()
-
-
-@pytest.fixture
-def logs(tmp_path: Path) -> Path:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    (folder / "good.json").write_bytes(chat("good"))
-    return folder
-
-
-def run(logs: Path) -> Ingested:
-    return ingest(SourceConfig(paths=(str(logs),)), Store(logs.parent / "store"))
-
-
-def first_words(result: Ingested) -> list[str]:
-    return [row["messages"][0]["content"] for row in iter_rows(open_table(result.trajectories))]
-
-
-def reasons(result: Ingested) -> dict[str, str]:
-    return {Path(dropped.what).name: dropped.reason for dropped in result.report.quarantined}
 
 
 def digest(logs: Path) -> str:
@@ -127,7 +99,7 @@ def test_a_file_that_cannot_be_read_costs_only_itself_and_is_tried_again(
     logs: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, settled_ns: int
 ) -> None:
     monkeypatch.setattr(input_files, "_SETTLED_NS", settled_ns)
-    (logs / "bad.json").write_bytes(chat("bad"))
+    (logs / "bad.json").write_bytes(line("bad"))
     with unreadable(monkeypatch, "bad.json", error):
         keys = [digest(logs), digest(logs)]
         result = run(logs)
@@ -159,7 +131,7 @@ def test_an_empty_file_is_not_opened(logs: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_names_that_differ_in_bytes_that_are_no_text_stay_apart(logs: Path) -> None:
     for name, text in ((b"bad\xff.json", "ff"), (b"bad\xfe.json", "fe")):
-        Path(os.fsdecode(os.fsencode(logs) + b"/" + name)).write_bytes(chat(text))
+        Path(os.fsdecode(os.fsencode(logs) + b"/" + name)).write_bytes(line(text))
     result = run(logs)
     assert sorted(first_words(result)) == ["fe", "ff", "good"]
     paths = {Path(row["source_path"]).name for row in iter_rows(open_table(result.trajectories))}
@@ -169,7 +141,7 @@ def test_names_that_differ_in_bytes_that_are_no_text_stay_apart(logs: Path) -> N
 
 def test_members_whose_names_are_no_text_are_listed(logs: Path) -> None:
     with tarfile.open(logs / "odd.tar", "w") as archive:
-        for name, data in (("a\udcff.json", b"{"), ("a\udcfe.json", chat("fe"))):
+        for name, data in (("a\udcff.json", b"{"), ("a\udcfe.json", line("fe"))):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
