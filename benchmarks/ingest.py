@@ -206,7 +206,7 @@ def _machine() -> dict[str, Any]:
         platform.processor(),
     )
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    packages = ("pyarrow", "msgspec", "orjson", "hyperscan", "xxhash", "detect-secrets")
+    packages = ("pyarrow", "msgspec", "orjson", "hyperscan", "blake3", "xxhash", "detect-secrets")
     return {
         "cpu": cpu,
         "n_cpus": os.cpu_count(),

@@ -8,7 +8,7 @@ from typing import Final
 
 import pyarrow as pa
 
-TRAJECTORY_SCHEMA_VERSION: Final = 1
+TRAJECTORY_SCHEMA_VERSION: Final = 2
 BRANCH_SCHEMA_VERSION: Final = 1
 PAIR_SCHEMA_VERSION: Final = 1
 
@@ -48,7 +48,7 @@ TRAJECTORIES: Final = pa.schema(
         ("task_id", _text),
         ("source_format", _text),
         ("source_path", _text),
-        ("source_sha256", _text),
+        ("source_blake3", _text),
         ("messages", pa.list_(_message)),
         ("outcome", _outcome),
         ("repo", _text),

@@ -90,7 +90,7 @@ class Trajectory(Frozen):
     task_id: str = Field(description="groups the runs of one task across folders and formats")
     source_format: str
     source_path: str
-    source_sha256: str
+    source_blake3: str
     messages: tuple[Message, ...]
     outcome: Outcome = Outcome()
     repo: str | None = Field(default=None, description="the repository the task is about; splits can be made by it")

@@ -16,7 +16,6 @@ from typing import IO, cast
 import pyarrow.parquet as pq
 import zstandard
 
-from artifacts.store import file_sha256
 from tasks.containers import (
     DAMAGE,
     Budget,
@@ -29,6 +28,7 @@ from tasks.containers import (
     one_line,
     whole_lines,
 )
+from tasks.content_digest import file_blake3
 from tasks.input_files import path_name, unreadable, valid_name
 from tasks.sessions import COPY, HeldEvents
 from tasks.sources import Document, SourceError, find_adapter, load_document, read_document
@@ -132,7 +132,7 @@ def _eval_log(archive: zipfile.ZipFile, path: str, budget: Budget) -> Iterator[D
         except SourceError as error:
             yield Unreadable(member, str(error))
             continue
-        yield Document(member, sample.sha256, "json", {**header, "plan": {}, "samples": sample.records})
+        yield Document(member, sample.blake3, "json", {**header, "plan": {}, "samples": sample.records})
         del sample
 
 
@@ -192,7 +192,7 @@ def _tar_members(file: Path, stream: IO[bytes] | Unpacked) -> Iterator[tuple[str
             yield member, content.read() if content else b""
 
 
-def _gzip_documents(file: Path, load: Loader, sha256: str | None) -> Iterator[Document | Unreadable]:
+def _gzip_documents(file: Path, load: Loader, blake3: str | None) -> Iterator[Document | Unreadable]:
     n_bytes = file.stat().st_size
     with gzip.open(file) as probe:
         is_tar = Unpacked(probe, Budget(n_bytes)).read(262)[257:262] == b"ustar"
@@ -203,14 +203,14 @@ def _gzip_documents(file: Path, load: Loader, sha256: str | None) -> Iterator[Do
             if stream.problem:
                 raise SourceError(f"damaged archive: {stream.problem}")
         else:
-            yield from _gzip_lines(file, stream, load, sha256)
+            yield from _gzip_lines(file, stream, load, blake3)
 
 
-def _gzip_lines(file: Path, stream: Unpacked, load: Loader, sha256: str | None) -> Iterator[Document | Unreadable]:
+def _gzip_lines(file: Path, stream: Unpacked, load: Loader, blake3: str | None) -> Iterator[Document | Unreadable]:
     """Of a file that was cut, what stands before the cut; the cut is a problem of the last document."""
     last: Document | Unreadable | None = None
     try:
-        for document in _stream_documents(file, stream, stream.read(_PIECE_BYTES + 1), load, sha256):
+        for document in _stream_documents(file, stream, stream.read(_PIECE_BYTES + 1), load, blake3):
             if last is not None:
                 yield last
             last = document
@@ -226,45 +226,45 @@ def _gzip_lines(file: Path, stream: Unpacked, load: Loader, sha256: str | None) 
 
 
 def _stream_documents(
-    file: Path, stream: IO[bytes] | Unpacked, head: bytes, load: Loader, sha256: str | None
+    file: Path, stream: IO[bytes] | Unpacked, head: bytes, load: Loader, blake3: str | None
 ) -> Iterator[Document | Unreadable]:
     """One document, or pieces of it where every line is a run of its own. `head`: what was read so far."""
     path = path_name(file)
     if len(head) <= _PIECE_BYTES:
-        yield load(head, path, sha256=sha256)
+        yield load(head, path, blake3=blake3)
         return
-    sha256 = sha256 or file_sha256(file)
+    blake3 = blake3 or file_blake3(file)
     first_line = head[: head.find(b"\n")] if b"\n" in head else b""
     values, _, _ = read_lines(first_line.removeprefix(b"\xef\xbb\xbf"))
-    if values and find_adapter(Document(path, sha256, "jsonl", values)).by_record:
+    if values and find_adapter(Document(path, blake3, "jsonl", values)).by_record:
         problems: list[str] = []
         for piece in whole_lines(stream, head, problems, MAX_DOCUMENT_BYTES, _PIECE_BYTES):
             values, broken, n_replaced = read_lines(piece.removeprefix(b"\xef\xbb\xbf"))
             if values or broken or problems:
-                yield Document(path, sha256, "jsonl", values, (*problems, *broken), n_replaced)
+                yield Document(path, blake3, "jsonl", values, (*problems, *broken), n_replaced)
             problems.clear()
         if problems:
-            yield Document(path, sha256, "jsonl", [], tuple(problems))
+            yield Document(path, blake3, "jsonl", [], tuple(problems))
         return
     rest = stream.read(MAX_DOCUMENT_BYTES + 1 - len(head))
     if len(head) + len(rest) > MAX_DOCUMENT_BYTES:
         raise SourceError(f"one document larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
-    yield load(head + rest, path, sha256=sha256)
+    yield load(head + rest, path, blake3=blake3)
 
 
-def _parquet_documents(file: Path, sha256: str | None) -> Iterator[Document]:
-    sha256 = sha256 or file_sha256(file)
+def _parquet_documents(file: Path, blake3: str | None) -> Iterator[Document]:
+    blake3 = blake3 or file_blake3(file)
     with pq.ParquetFile(file) as table:
         for batch in table.iter_batches(batch_size=32):
-            yield Document(path_name(file), sha256, "jsonl", batch.to_pylist())
+            yield Document(path_name(file), blake3, "jsonl", batch.to_pylist())
 
 
 def file_documents(
-    file: Path, load: Loader = load_document, sha256: str | None = None
+    file: Path, load: Loader = load_document, blake3: str | None = None
 ) -> Iterator[Document | Unreadable]:
     """The documents of one file, in order, one in memory at a time. What the file is, is told by its first bytes.
 
-    `load` parses the bytes of a document; `sha256` is the file's, where it is known.
+    `load` parses the bytes of a document; `blake3` is the file's, where it is known.
 
     Raises:
         SourceError: the file as a whole cannot be read; documents given before that are good.
@@ -279,14 +279,14 @@ def file_documents(
             if head[:4] == b"PK\x03\x04":
                 yield from _zip_documents(file, load)
             elif head[:2] == b"\x1f\x8b":
-                yield from _gzip_documents(file, load, sha256)
+                yield from _gzip_documents(file, load, blake3)
             elif head[257:262] == b"ustar":
                 stream.seek(0)
                 yield from at_least_one(_member_documents(_tar_members(file, stream), load))
             elif head[:4] == b"PAR1":
-                yield from _parquet_documents(file, sha256)
+                yield from _parquet_documents(file, blake3)
             else:
-                yield from _stream_documents(file, stream, head, load, sha256)
+                yield from _stream_documents(file, stream, head, load, blake3)
     except (*DAMAGE, gzip.BadGzipFile) as error:
         raise SourceError(f"damaged archive: {one_line(error)}") from error
     except OSError as error:

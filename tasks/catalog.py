@@ -18,7 +18,7 @@ from tasks.segments import Place, Segment
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
-    file TEXT PRIMARY KEY, stamp TEXT NOT NULL, sha256 TEXT, notes TEXT NOT NULL
+    file TEXT PRIMARY KEY, stamp TEXT NOT NULL, digest TEXT, notes TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS runs (
     file TEXT NOT NULL, seq INTEGER NOT NULL, segment TEXT NOT NULL, row INTEGER NOT NULL,
@@ -101,11 +101,11 @@ class Catalog:
     def want(self, file: InputFile) -> bool:
         """Asks for a file; True when it was read before and has not changed."""
         self._db.execute("INSERT OR IGNORE INTO wanted (file) VALUES (?)", (file.name,))
-        row = self._db.execute("SELECT stamp, sha256 FROM files WHERE file = ?", (file.name,)).fetchone()
+        row = self._db.execute("SELECT stamp, digest FROM files WHERE file = ?", (file.name,)).fetchone()
         if row is None or row[0] != file.stamp or file.dataset is not None or file.problem is not None:
             return False
         try:
-            return row[1] is None or row[1] == file.sha256()
+            return row[1] is None or row[1] == file.digest()
         except OSError:
             return False
 
@@ -116,20 +116,20 @@ class Catalog:
     def put(
         self,
         file: InputFile,
-        sha256: str | None,
+        digest: str | None,
         notes: FileNotes,
         runs: Iterable[RunEntry],
         openings: Sequence[tuple[str, int]],
         was_read: bool = True,
     ) -> None:
-        """Records a file with everything that it gave, in place of what it gave before. `sha256`: of a file so new that
+        """Records a file with everything that it gave, in place of what it gave before. `digest`: of a file so new that
         its stamp does not vouch for its content; None for the others. One that could not be read is tried again.
         """
         stamp = file.stamp if was_read else ""
         if self._db.execute("SELECT 1 FROM files WHERE file = ?", (file.name,)).fetchone():
             self.forget(file.name)
         said = orjson.dumps(vars(notes)).decode() if any(vars(notes).values()) else ""
-        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (file.name, stamp, sha256, said))
+        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (file.name, stamp, digest, said))
         marks = ", ".join("?" * len(RUN_FIELDS))
         self._db.executemany(f"INSERT INTO runs VALUES ({marks})", [_FIELDS_OF(run) for run in runs])
         if openings:

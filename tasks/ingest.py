@@ -35,7 +35,7 @@ from tasks.sources import BY_NAME
 from tasks.sources.base import digest
 from tasks.sources.side_files import SideFact, SideIndex
 
-STAGE_VERSION = 5
+STAGE_VERSION = 6
 _INGESTED = "ingested"
 
 Progress = Callable[[int], None]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from artifacts.store import file_sha256, payload_digest
+from artifacts.store import payload_digest
 from schemas.errors import UserError
+from tasks.content_digest import content_blake3, file_blake3
 from tasks.sessions import COPY, event_number, is_event, is_page
 
 
@@ -58,26 +59,26 @@ class InputFile:
     def name(self) -> str:
         return f"{DATASET_PREFIX}{self.dataset}" if self.dataset else path_name(self.path)
 
-    def sha256(self) -> str:
+    def digest(self) -> str:
         """Of the content; where there is none at hand (a data set on a hub), of the name: its changes go unnoticed.
 
         Raises:
             OSError: the file cannot be read, or no more.
         """
         if self.events:
-            listing = "".join(f"{path_name(path)}\0{_event_sha256(path)}\n" for path in self.events)
-            return hashlib.sha256(listing.encode()).hexdigest()
+            listing = "".join(f"{path_name(path)}\0{_event_blake3(path)}\n" for path in self.events)
+            return content_blake3(listing.encode())
         if self.dataset is None and self.problem is None:
-            return file_sha256(self.path)
+            return file_blake3(self.path)
         folder = Path((self.dataset or "").partition(":")[0])
         if self.dataset and folder.is_dir():
             return payload_digest(folder)[0]
-        return hashlib.sha256(f"{self.name}\0{self.problem}".encode()).hexdigest()
+        return content_blake3(f"{self.name}\0{self.problem}".encode())
 
 
-def _event_sha256(path: Path) -> str:
+def _event_blake3(path: Path) -> str:
     try:
-        return file_sha256(path)
+        return file_blake3(path)
     except OSError:
         return _UNREAD
 
@@ -96,29 +97,29 @@ class DigestBook:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
-        self._db.execute("CREATE TABLE IF NOT EXISTS digests (file TEXT PRIMARY KEY, stamp TEXT, sha256 TEXT)")
-        self._is_empty = self._db.execute("SELECT 1 FROM digests LIMIT 1").fetchone() is None
+        self._db.execute("CREATE TABLE IF NOT EXISTS contents (file TEXT PRIMARY KEY, stamp TEXT, digest TEXT)")
+        self._is_empty = self._db.execute("SELECT 1 FROM contents LIMIT 1").fetchone() is None
 
     def known(self, file: InputFile) -> str | None:
         """The digest of a file that has not changed since."""
         if self._is_empty or not file.is_settled or not file.stamp:
             return None
-        row = self._db.execute("SELECT stamp, sha256 FROM digests WHERE file = ?", (file.name,)).fetchone()
+        row = self._db.execute("SELECT stamp, digest FROM contents WHERE file = ?", (file.name,)).fetchone()
         return row[1] if row is not None and row[0] == file.stamp else None
 
-    def sha256(self, file: InputFile) -> str:
+    def digest(self, file: InputFile) -> str:
         """The digest, read from the file where it is not known; a mark, not remembered, where it cannot be read."""
         known = self.known(file)
         if known is not None:
             return known
         try:
-            sha256 = file.sha256()
+            digest = file.digest()
         except OSError:
             return _UNREAD
         if file.is_settled and file.stamp:
-            self._db.execute("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", (file.name, file.stamp, sha256))
+            self._db.execute("INSERT OR REPLACE INTO contents VALUES (?, ?, ?)", (file.name, file.stamp, digest))
             self._is_empty = False
-        return sha256
+        return digest
 
 
 @contextmanager
@@ -270,5 +271,5 @@ def find_files(paths: Iterable[str]) -> Iterator[InputFile]:
 
 def files_digest(files: Iterable[InputFile], digests: DigestBook) -> str:
     """sha256 over the sorted list of paths and contents: a changed, added or removed file changes it."""
-    lines = sorted(f"{file.name}\0{digests.sha256(file)}" for file in files)
+    lines = sorted(f"{file.name}\0{digests.digest(file)}" for file in files)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

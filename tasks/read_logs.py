@@ -41,7 +41,7 @@ _RECORDED_CHARS = 64 << 20
 class _Read:
     """What one file gives, gathered document by document."""
 
-    sha256: str | None = None
+    digest: str | None = None
     """Of a file that was changed a moment ago: before it was read."""
     was_read: bool = True
     """Whether the system gave its bytes."""
@@ -72,7 +72,7 @@ def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator
     n_good = 0
     for number, record in enumerate(document.records, start=1):
         try:
-            runs = adapter.read_runs(Document(document.path, document.sha256, "json", record))
+            runs = adapter.read_runs(Document(document.path, document.blake3, "json", record))
         except SourceError as error:
             read.damaged.append((document.path, f"record {number}: {error}"))
             continue
@@ -116,22 +116,22 @@ def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Ite
         read.quarantined.append((document.path, str(error)))
 
 
-def _documents(file: InputFile, config: SourceConfig, sha256: str | None) -> Iterator[Document | Unreadable]:
+def _documents(file: InputFile, config: SourceConfig, blake3: str | None) -> Iterator[Document | Unreadable]:
     if file.dataset:
         return dataset_documents(file.dataset)
     if file.events:
         return store_documents(file.path, file.events)
-    return file_documents(file.path, partial(load_document, source_format=config.format), sha256)
+    return file_documents(file.path, partial(load_document, source_format=config.format), blake3)
 
 
 def _file_runs(
-    file: InputFile, config: SourceConfig, read: _Read, sha256: str | None
+    file: InputFile, config: SourceConfig, read: _Read, blake3: str | None
 ) -> Iterator[tuple[Adapter, Run, Run]]:
     if file.problem:
         read.quarantined.append((file.name, file.problem))
         return
     try:
-        for document in _documents(file, config, sha256):
+        for document in _documents(file, config, blake3):
             if isinstance(document, Unreadable):
                 read.quarantined.append((document.path, document.reason))
             else:
@@ -187,7 +187,7 @@ def _new_digest(file: InputFile) -> tuple[InputFile, str | None]:
     if file.is_settled or file.problem:
         return file, None
     try:
-        return file, file.sha256()
+        return file, file.digest()
     except OSError as error:
         return changed(file, problem=unreadable(error)), None
 
@@ -206,8 +206,8 @@ class SegmentWriter:
 
     def _runs(self, files: Iterator[InputFile]) -> Iterator[Run]:
         for file in files:
-            file, sha256 = _new_digest(file)
-            read = _Read(sha256, was_read=not file.problem)
+            file, new_digest = _new_digest(file)
+            read = _Read(new_digest, was_read=not file.problem)
             for adapter, run, named in _file_runs(file, self.config, read, self.digests.known(file)):
                 entry = _entry(file, self.name, self._n_read, read, adapter, run, named)
                 read.entries.append(entry)
@@ -221,7 +221,7 @@ class SegmentWriter:
         """Files whose rows lie in the first `n_bytes` of the segment are not read again after an interruption."""
         while self._finished and self._finished[0][0] <= self._n_written:
             _, file, read = self._finished.popleft()
-            self.catalog.put(file, read.sha256, read.notes(), read.entries, read.openings, read.was_read)
+            self.catalog.put(file, read.digest, read.notes(), read.entries, read.openings, read.was_read)
         if self._n_written:
             self.catalog.put_segment(Segment(self.name, self._n_written, n_bytes, sha256))
         self.catalog.commit()

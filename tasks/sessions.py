@@ -1,11 +1,12 @@
 """Sessions that an agent keeps as one file an event: `0.json`, `1.json`, `10.json`; `event-00007-<id>.json`."""
 
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+
+from blake3 import blake3
 
 from tasks.sources import Document, SourceError, read_document
 from tasks.sources.openhands import is_single_event
@@ -42,7 +43,7 @@ def session_document(path: str, events: Iterable[tuple[str, bytes | OSError]], m
     Raises:
         SourceError: all events together are larger than `max_bytes`.
     """
-    digest, values, problems = hashlib.sha256(), [], []
+    digest, values, problems = blake3(), [], []
     n_bytes = n_replaced = 0
     for name, data in events:
         if isinstance(data, OSError):

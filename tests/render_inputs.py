@@ -143,7 +143,7 @@ def trajectory(*messages: Message, tools: Any = None, **fields: Any) -> Trajecto
         "task_id": "task",
         "source_format": "test",
         "source_path": "test.json",
-        "source_sha256": "0" * 64,
+        "source_blake3": "0" * 64,
         "outcome": Outcome(status="resolved", source="reward"),
         "tools_json": json.dumps(tools) if tools else None,
     }

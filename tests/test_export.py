@@ -85,7 +85,7 @@ trajectories = st.builds(
     task_id=text,
     source_format=text,
     source_path=text,
-    source_sha256=text,
+    source_blake3=text,
     messages=st.lists(messages(), min_size=1, max_size=8).map(tuple),
     outcome=st.builds(
         Outcome,
@@ -135,7 +135,7 @@ def test_plain_fields_are_what_other_tools_read() -> None:
     )
     result = Message(role="tool", author="environment", content="a.py", tool_call_id="c1", name="bash")
     run = Trajectory(
-        trajectory_id="t", task_id="k", source_format="f", source_path="p", source_sha256="s", messages=(turn, result)
+        trajectory_id="t", task_id="k", source_format="f", source_path="p", source_blake3="s", messages=(turn, result)
     )
     chat = EXPORTERS["openai"](run)["messages"]
     assert chat[0]["tool_calls"][0]["function"] == {"name": "bash", "arguments": '{"command":"ls"}'}

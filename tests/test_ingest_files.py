@@ -205,12 +205,12 @@ def test_each_file_is_hashed_once_for_the_key_and_the_rows(
         hashed.append(path)
         return "f" * 64
 
-    monkeypatch.setattr(input_files, "file_sha256", note)
+    monkeypatch.setattr(input_files, "file_blake3", note)
     source_digest(config, tmp_path / "store")
     (row,) = rows(run(tmp_path / "store", logs))
     source_digest(config, tmp_path / "store")
     assert hashed == [logs / "a.json"]
-    assert row["source_sha256"] == "f" * 64
+    assert row["source_blake3"] == "f" * 64
 
 
 # what is left out -----------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ runs = st.builds(
     task_id=texts,
     source_format=texts,
     source_path=texts,
-    source_sha256=texts,
+    source_blake3=texts,
     messages=st.lists(messages(), max_size=4).map(tuple),
     outcome=outcomes,
     repo=maybe,
@@ -121,7 +121,7 @@ RUN = Run(
     task_id="k",
     source_format="f",
     source_path="p",
-    source_sha256="s",
+    source_blake3="s",
     messages=(
         Message("user", "human", "go"),
         Message("assistant", "policy", "text", "why", (ToolCall("f", "{}", "1"),), (CharSpan(0, 4),)),

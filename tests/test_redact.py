@@ -157,7 +157,7 @@ def test_other_spellings() -> None:
 
 
 def run_of(*messages: Message, **fields: str) -> Run:
-    names = {"trajectory_id": "t", "task_id": "k", "source_format": "f", "source_path": "p", "source_sha256": "s"}
+    names = {"trajectory_id": "t", "task_id": "k", "source_format": "f", "source_path": "p", "source_blake3": "s"}
     return Run(messages=messages, **(names | fields))  # pyright: ignore[reportArgumentType]
 
 
@@ -224,7 +224,7 @@ def test_spans_move_with_the_text() -> None:
         tool_calls=(ToolCall(name="bash", arguments='{"command": "cat /home/alice/x"}'),),
     )
     run = Run(
-        trajectory_id="t", task_id="k", source_format="f", source_path="p", source_sha256="s", messages=(message,)
+        trajectory_id="t", task_id="k", source_format="f", source_path="p", source_blake3="s", messages=(message,)
     )
     redacted, counts = redact(run)
     (moved,) = redacted.messages
@@ -242,7 +242,7 @@ def test_spans_move_with_the_text() -> None:
 )
 def test_a_run_is_redacted_as_its_texts_are(texts: list[str]) -> None:
     messages = tuple(Message("user", "human", text) for text in texts)
-    run = Run(trajectory_id="t", task_id="k", source_format="f", source_path="p", source_sha256="s", messages=messages)
+    run = Run(trajectory_id="t", task_id="k", source_format="f", source_path="p", source_blake3="s", messages=messages)
     alone = Redactor()
     redacted, counts = redact(run)
     assert [message.content for message in redacted.messages] == [alone.text(text) for text in texts]

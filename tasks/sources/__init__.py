@@ -1,8 +1,7 @@
 """Readers of agent logs, one module a format. Detection is by content: the first adapter that knows it reads it."""
 
-import hashlib
-
 from schemas.trajectory import Trajectory
+from tasks.content_digest import content_blake3
 from tasks.sources import (
     adp,
     aider,
@@ -78,20 +77,20 @@ def find_adapter(document: Document, source_format: str = "auto") -> Adapter:
 _SHAPED = tuple((adapter, adapter.shape) for adapter in ADAPTERS if adapter.shape is not None)
 
 
-def load_document(data: bytes, path: str = "", *, sha256: str | None = None, source_format: str = "auto") -> Document:
+def load_document(data: bytes, path: str = "", *, blake3: str | None = None, source_format: str = "auto") -> Document:
     """Like `read_document`, without the parts of a log that the adapter of its format does not look at.
 
     Raises:
         SourceError: as `read_document`.
     """
-    sha256 = sha256 or hashlib.sha256(data).hexdigest()
+    blake3 = blake3 or content_blake3(data)
     for adapter, shape in _SHAPED:
         if source_format not in ("auto", adapter.name):
             continue
-        document = shape.read(data, path, sha256)
+        document = shape.read(data, path, blake3)
         if document is not None and adapter.detect(document):
             return document
-    return read_document(data, path, sha256=sha256)
+    return read_document(data, path, blake3=blake3)
 
 
 def parse(data: bytes, path: str = "", source_format: str = "auto") -> list[Trajectory]:

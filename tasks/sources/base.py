@@ -260,7 +260,7 @@ def build(
         task_id=task,
         source_format=source_format,
         source_path=document.path,
-        source_sha256=document.sha256,
+        source_blake3=document.blake3,
         messages=tuple(messages),
         **fields,
     )

@@ -270,7 +270,7 @@ def read(document: Document) -> list[Run]:
     runs = []
     for session_id, session in sessions.items():
         for group in dict.fromkeys(unit.group for unit in session.units.values()):
-            runs += _read_group(document, session, group, session_id or document.sha256, models.get(session_id))
+            runs += _read_group(document, session, group, session_id or document.blake3, models.get(session_id))
     if not runs:
         raise SourceError("claude-code: no message in the file")
     return runs

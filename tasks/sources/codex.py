@@ -164,7 +164,7 @@ def read(document: Document) -> list[Run]:
             opening = [message for message in turns.messages[:2] if message.role == "system"]
             segments.append(_Turns())
             segments[-1].messages += opening + _replacement(payload)
-    session_id = string(session.get("id")) or document.sha256
+    session_id = string(session.get("id")) or document.blake3
     runs: list[Run] = []
     for number, turns in enumerate(segments):
         turns.end_response()

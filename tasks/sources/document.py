@@ -4,7 +4,6 @@ JSON, JSON Lines and YAML are told apart by content, never by the file's name: r
 pretty-printed object. Damage is survived where whole records can still be read, and always told.
 """
 
-import hashlib
 import json
 import re
 import sys
@@ -14,6 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 import yaml
+
+from tasks.content_digest import content_blake3
 
 
 class SourceError(ValueError):
@@ -30,7 +31,7 @@ class Document:
     """
 
     path: str
-    sha256: str
+    blake3: str
     kind: Literal["json", "jsonl", "yaml", "text"]
     value: Any
     problems: tuple[str, ...] = field(default=())
@@ -190,13 +191,13 @@ class Shape:
     def _decoder(self) -> msgspec.json.Decoder[Any]:
         return msgspec.json.Decoder(self.fields)
 
-    def read(self, data: bytes, path: str, sha256: str) -> Document | None:
+    def read(self, data: bytes, path: str, blake3: str) -> Document | None:
         """The document with just these fields; None when it does not fit, or is damaged: it is then read whole."""
         if self.marker not in data[:_MARKED_BYTES] and self.marker not in data[-_MARKED_BYTES:]:
             return None
         _refuse_many_values(data)
         try:
-            return Document(path, sha256, "json", self._decoder.decode(data))
+            return Document(path, blake3, "json", self._decoder.decode(data))
         except (msgspec.DecodeError, RecursionError):
             return None
 
@@ -213,13 +214,13 @@ def _begins_with_a_whole_line(body: bytes) -> bool:
     return True
 
 
-def read_document(data: bytes, path: str = "", *, sha256: str | None = None) -> Document:
+def read_document(data: bytes, path: str = "", *, blake3: str | None = None) -> Document:
     """Parses the bytes of one file.
 
     Raises:
         SourceError: empty, truncated before the first whole record, or no known notation.
     """
-    sha256 = sha256 or hashlib.sha256(data).hexdigest()
+    blake3 = blake3 or content_blake3(data)
     body = _as_utf8(data).strip()
     if not body:
         raise SourceError("empty file")
@@ -231,16 +232,16 @@ def read_document(data: bytes, path: str = "", *, sha256: str | None = None) -> 
         if not _begins_with_a_whole_line(body):
             try:
                 value, n_replaced = _loads(body)
-                return Document(path, sha256, "json", value, n_replaced=n_replaced)
+                return Document(path, blake3, "json", value, n_replaced=n_replaced)
             except ValueError as error:
                 first_problem = str(error)
         values, problems, n_replaced = read_lines(body)
         if any(isinstance(value, dict) for value in values):
-            return Document(path, sha256, "jsonl", values, tuple(problems), n_replaced)
+            return Document(path, blake3, "jsonl", values, tuple(problems), n_replaced)
         raise SourceError(f"not valid JSON: {first_problem}")
     text = body.decode("utf-8", "replace").replace("\r\n", "\n")
     if _YAML_START.match(text):
         value = _read_yaml(text)
         if isinstance(value, dict):
-            return Document(path, sha256, "yaml", value)
-    return Document(path, sha256, "text", text)
+            return Document(path, blake3, "yaml", value)
+    return Document(path, blake3, "text", text)

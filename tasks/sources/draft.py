@@ -48,7 +48,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     task_id: str
     source_format: str
     source_path: str
-    source_sha256: str
+    source_blake3: str
     messages: tuple[Message, ...]
     outcome: Outcome = Outcome()
     repo: str | None = None
@@ -105,7 +105,7 @@ def is_sound(run: Run) -> bool:
     texts = [message.content for message in messages]
     texts += [call.arguments for call in calls]
     texts += [call.name for call in calls]
-    texts += (run.trajectory_id, run.task_id, run.source_format, run.source_path, run.source_sha256)
+    texts += (run.trajectory_id, run.task_id, run.source_format, run.source_path, run.source_blake3)
     optional = [message.reasoning for message in messages]
     optional += [message.tool_call_id for message in messages]
     optional += [message.name for message in messages]
