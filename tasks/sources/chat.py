@@ -31,17 +31,19 @@ def role_of(raw: dict[str, Any]) -> str:
     Raises:
         SourceError: the role is missing or unknown.
     """
-    role = raw.get("role")
-    known = _ROLES.get(role) if isinstance(role, str) else None
-    if known is None:
-        raise SourceError(f"unknown message role {repr(role)[:40]}: write it as one of system, user, assistant, tool")
-    return known
+    try:
+        return _ROLES[raw["role"]]
+    except (KeyError, TypeError):
+        role = repr(raw.get("role"))[:40]
+        raise SourceError(f"unknown message role {role}: write it as one of system, user, assistant, tool") from None
 
 
 def calls_of(raw: dict[str, Any]) -> tuple[ToolCall, ...]:
     """The calls of an assistant message. Some exporters write each call as a JSON string."""
-    found = []
     listed = raw.get("tool_calls")
+    if not listed and "function_call" not in raw:
+        return ()
+    found = []
     for item in listed if isinstance(listed, list) else ():
         if isinstance(item, str):
             try:
