@@ -95,6 +95,17 @@ def test_reward_files_of_a_trial(tmp_path: Path, store: Store) -> None:
     assert found[1]["status"] == "unknown"
 
 
+@pytest.mark.parametrize("reward", ["3", "-0.5", "1e400", "1" + 400 * "0"])
+def test_a_reward_of_another_scale_is_told(reward: str, tmp_path: Path, store: Store) -> None:
+    write(tmp_path / "logs" / "trial-1" / "run.json", chat("a"))
+    (tmp_path / "logs" / "trial-1" / "reward.json").write_text(f'{{"reward": {reward}}}')
+    result = run(store, tmp_path / "logs")
+    assert [row["outcome"]["status"] for row in rows(result)] == ["unknown"]
+    (left_out,) = result.report.quarantined
+    said = reward.replace("1e400", "inf")[:20]
+    assert left_out.reason == f"a reward of {said} where one in [0, 1] is expected: rescale it"
+
+
 def test_nothing_secret_reaches_the_disk(tmp_path: Path, store: Store) -> None:
     token = "ghp_" + "wWPw5k4aXcaT4fNP0UcnZwJUVFk6LO0pINUx"
     write(tmp_path / "run.json", chat(f"use {token} of nora@corp.io"))

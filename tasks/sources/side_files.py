@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from schemas.trajectory import Outcome
 from tasks.sources.base import get, instance_task, reward_outcome
-from tasks.sources.document import Document
+from tasks.sources.document import Document, SourceError
 
 
 class SideFields(TypedDict, total=False):
@@ -99,7 +99,11 @@ def _exit_statuses(value: dict[str, Any], path: PurePosixPath) -> list[SideFact]
 
 
 def _reward(value: Any, path: PurePosixPath) -> list[SideFact] | None:
-    """A trial's `verifier/reward.txt` or `reward.json`, and its `result.json`: about the runs in the trial's folder."""
+    """A trial's `verifier/reward.txt` or `reward.json`, and its `result.json`: about the runs in the trial's folder.
+
+    Raises:
+        SourceError: the reward is of a scale of which nobody said where success begins.
+    """
     if isinstance(value, dict):
         reward = get(value, "verifier_result", "rewards", "reward")
         reward = value.get("reward") if reward is None and path.name in _REWARD_NAMES else reward
@@ -107,7 +111,9 @@ def _reward(value: Any, path: PurePosixPath) -> list[SideFact] | None:
         reward = value if path.name in _REWARD_NAMES else None
     outcome = reward_outcome(reward)
     if outcome.status == "unknown":
-        return None
+        if path.name not in _REWARD_NAMES or not isinstance(reward, int | float):
+            return None
+        raise SourceError(f"a reward of {str(reward)[:20]} where one in [0, 1] is expected: rescale it")
     folder = path.parent.parent if path.parent.name == "verifier" else path.parent
     return [SideFact(str(path), str(folder), None, None, outcome)]
 
