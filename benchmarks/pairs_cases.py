@@ -42,6 +42,7 @@ CASES: dict[str, Case] = {
     "even-and-long": Case(seen_in_order(EVEN + LONG), host_gib=160),
     "long-131072": Case([(131_072, 131_072)] * 5, host_gib=160),
     "card-12gib": Case([(81_851, 81_851)], 1, simpo={"plan": "sequential"}, base={"gpu_gib": 11.5}, host_gib=56),
+    "even-two": Case(seen_in_order(EVEN), simpo={"plan": "parallel"}, host_gib=59),
     "even-one": Case(seen_in_order(EVEN), 1, simpo={"plan": "sequential"}, host_gib=59),
     "mix-in-order": Case(MIX, simpo={"plan": "parallel", "balanced": False, "accumulation": 8}),
     "mix-auto": Case(MIX, simpo={"accumulation": 8}),

@@ -4,6 +4,8 @@
     python -m benchmarks.pairs_two_gpus run OUT.jsonl --folder F even-and-long mix-in-order mix-auto ...
     python -m benchmarks.pairs_two_gpus compare OUT.jsonl --folder F exact-two exact-one
 
+`benchmarks/pairs_two_gpus.sh` runs what is to be known, most wanted first, in one go.
+
 The configuration is `configs/qwen3-8b-2x24g.toml`, weights are random, and PyTorch's allocator is held to 23.5 GiB a
 card, so memory means a 24 GiB card and speed means the card it ran on. Each case is a process group of its own:
 `torch.distributed.run -m engine.train spec.json`. A line of JSON is written as soon as something is known. With
