@@ -131,6 +131,7 @@ def _command(spec_path: Path, n_processes: int) -> list[str]:
     return [
         *(sys.executable, "-u", "-m", "torch.distributed.run"),
         "--standalone",  # a free rendezvous port, so one that is still taken does not matter
+        "--local-addr=127.0.0.1",  # the default, the host's own name, does not resolve on every host
         f"--nproc-per-node={n_processes}",
         "--max-restarts=0",
         "--role=rank",
