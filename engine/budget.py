@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from engine.choose import SIZES, choose_plan, longest_branch
+from engine.choose import SIZES, choose_plan, longest_branch, sized_plans
 from engine.host_memory import HostLimit, tightest
 from engine.memory import GIB, BaseFormat, Ledger, Optimiser, Setup, predict
 from engine.plan import MemoryPlan, uniform_plan
@@ -127,10 +127,8 @@ def memory_setup(
 
 def unlimited_plan(config: Mapping[str, Any], n_tokens: int) -> MemoryPlan:
     """The plan off the GPU, where nothing is offloaded: keep all but what is cheap to compute again."""
-    tile_tokens, head_groups = SIZES[0]
-    return uniform_plan(
-        "mlp", config["num_hidden_layers"], tile_tokens=min(tile_tokens, n_tokens), head_groups=head_groups
-    )
+    tile_tokens = min(SIZES[0].tile_tokens, n_tokens)
+    return uniform_plan("mlp", config["num_hidden_layers"], tile_tokens=tile_tokens, head_groups=SIZES[0].head_groups)
 
 
 def training_plan(config: Mapping[str, Any], n_tokens: int, setup: Setup, budget: Budget) -> tuple[MemoryPlan, Ledger]:
@@ -144,23 +142,17 @@ def scoring_plan(config: Mapping[str, Any], n_tokens: int, setup: Setup, budget:
     Raises:
         UserError: not even the smallest does.
     """
-    key_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    peak_bytes = 0
-    for tile_tokens, groups in SIZES:
-        groups = min(groups, key_heads)
-        if key_heads % groups:
-            continue
-        plan = uniform_plan(
-            "layer_offload", config["num_hidden_layers"], tile_tokens=min(tile_tokens, n_tokens), head_groups=groups
-        )
-        ledger = predict(config, n_tokens, plan, setup)
-        live_bytes = max(ledger.device_bytes_of("forward"), ledger.device_bytes_of("head"))
-        peak_bytes = ledger.device_bytes_of("static") + live_bytes
-        if peak_bytes <= budget.device_bytes:
-            return plan, ledger
+    ledgers = [
+        predict(config, n_tokens, plan, setup, keeps=False)
+        for plan in sized_plans(config, n_tokens, "layer_offload")
+    ]  # fmt: skip
+    for ledger in ledgers:
+        if ledger.peak_device_bytes <= budget.device_bytes and ledger.host_bytes <= budget.host_bytes:
+            return ledger.plan, ledger
     raise UserError(
-        f"scoring a branch of {n_tokens:,} tokens takes {peak_bytes / GIB:.1f} GiB on the device, "
-        f"{budget.device_bytes / GIB:.1f} GiB are there",
+        f"scoring a branch of {n_tokens:,} tokens takes {ledgers[-1].peak_device_bytes / GIB:.1f} GiB on the device "
+        f"and {ledgers[-1].host_bytes / GIB:.1f} on the host, {budget.device_bytes / GIB:.1f} and "
+        f"{budget.host_bytes / GIB:.1f} GiB are there",
         where="evaluate",
         fix="lower render.max_tokens",
     )

@@ -3,20 +3,34 @@
 Worth per byte, in operations saved by keeping one byte (Qwen3-8B shape, 64K tokens): attention output 64 k, layer
 input 40 k, then q|k|v, mid and gate|up 4 k each. So: inputs and attention outputs on the host first, then mid and
 q|k|v (their copies overlap with compute), then the wide MLP projections: in what device memory is left, and on the
-host for one layer in three of long branches, which is as much as a PCIe link carries beside the rest.
+host for one layer in three of long branches, which is as much as a PCIe link carries beside the rest. Where not even
+the smallest tiles and groups of heads fit the device, q|k|v of the layer at work are staged through the host as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.memory import GIB, Ledger, Setup, dimensions, predict
-from engine.plan import LayerPlan, MemoryPlan, uniform_plan
+from engine.plan import LayerPlan, MemoryPlan, PolicyName, uniform_plan
 from schemas.errors import UserError
 
-# Tile tokens and key-value head groups, from fastest to smallest.
-SIZES = ((8192, 1), (8192, 2), (8192, 4), (8192, 8), (4096, 8), (2048, 8))
+
+class Sizes(NamedTuple):
+    """Tile tokens, groups of key-value heads, and whether q, k, v are staged through the host."""
+
+    tile_tokens: int
+    head_groups: int
+    staged_qkv: bool = False
+
+
+SIZES = (
+    *(Sizes(8192, groups) for groups in (1, 2, 4, 8)),
+    *(Sizes(tile, 8) for tile in (4096, 2048)),
+    *(Sizes(tile, 8, staged_qkv=True) for tile in (8192, 4096, 2048)),
+)
+"""From fastest to smallest."""
 BULK_OFFLOAD_TOKENS = 32_768  # from here on a layer computes long enough to hide its wide projections' copies
 BULK_OFFLOAD_STRIDE = 3
 ALLOCATOR_SHARE = 0.97  # of the device memory allowed; the rest is for what the allocator cannot use (measured: 1.5 %)
@@ -27,19 +41,21 @@ def _n_layers(config: Mapping[str, Any]) -> int:
     return config["num_hidden_layers"]
 
 
-def _base_plans(config: Mapping[str, Any], n_tokens: int) -> list[MemoryPlan]:
+def sized_plans(config: Mapping[str, Any], n_tokens: int, policy: PolicyName) -> list[MemoryPlan]:
+    """The policy on every layer, in every size that the model's heads allow, fastest first."""
     key_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     return [
         uniform_plan(
-            "attention_offload", _n_layers(config), tile_tokens=min(tile, n_tokens), head_groups=min(groups, key_heads)
+            policy, _n_layers(config), tile_tokens=min(tile_tokens, n_tokens), head_groups=min(groups, key_heads),
+            staged_qkv=staged_qkv,
         )
-        for tile, groups in SIZES
+        for tile_tokens, groups, staged_qkv in SIZES
         if key_heads % min(groups, key_heads) == 0
-    ]
+    ]  # fmt: skip
 
 
 def _with_layers(plan: MemoryPlan, layers: list[LayerPlan]) -> MemoryPlan:
-    return MemoryPlan(policy="auto", layers=tuple(layers), tile_tokens=plan.tile_tokens, head_groups=plan.head_groups)
+    return plan.model_copy(update={"policy": "auto", "layers": tuple(layers)})
 
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
@@ -125,7 +141,7 @@ def _filled(
 def _plan(
     config: Mapping[str, Any], n_tokens: int, setup: Setup, device_bytes: int, host_bytes: int
 ) -> MemoryPlan | None:
-    for base in _base_plans(config, n_tokens):
+    for base in sized_plans(config, n_tokens, "attention_offload"):
         if predict(config, n_tokens, base, setup).peak_device_bytes > device_bytes:
             continue
         plan = _within_host(config, n_tokens, base, setup, host_bytes)

@@ -32,7 +32,7 @@ class LayerBackward(Workspace):
     def prepare(self) -> None:
         """Buffers that kept activations arrive in; call once, before the first layer."""
         plan, rows, hidden = self.plan, self.spans[0].stop, self.hidden_size
-        remote = self.device.type == "cuda"
+        remote = self.transfers.apart
         on_host = {field: remote and any(getattr(x, field) == "host" for x in plan.layers) for field in FIELDS}
         first = max(hidden * on_host["mid"], hidden * on_host["input"] + self.out.n_in * on_host["attention"])
         if remote and plan.scratch_attention and plan.layers[0].input == "host":
@@ -45,7 +45,6 @@ class LayerBackward(Workspace):
         size = self.n_tokens * heads * grouped
         self._outputs = Staging(self.transfers, size * self.head_size, self.dtype, count)
         self._lse = Staging(self.transfers, size, self.sum_dtype, count)
-        self._free: torch.cuda.Event | None = self.transfers.mark()  # since when packed q|k|v may be overwritten
         self._fetched: Kept | None = None
         self._gate_up_events: list[torch.cuda.Event | None] = []
         self._upcoming: tuple[LayerActivations, TileReader] | None = None
@@ -61,15 +60,17 @@ class LayerBackward(Workspace):
             self._ring_events[index % MID_RING] = self.transfers.write(output, span, mid_ND)
 
     def restore_attention(self, source: Kept, kept: LayerActivations, queries: Queries) -> None:
-        """Attention outputs again from the layer's input; leaves the packed q|k|v filled."""
-        self._fill_qkv(source)
+        """Attention outputs again from the layer's input; leaves the raw q|k|v in their store."""
+        self._fill_qkv(source, kept)
         outputs = self._attend(kept, queries)  # alive until their copies are done
         self._wait_all(kept)
         del outputs
 
-    def _fill_qkv(self, source: Kept) -> None:
+    def _fill_qkv(self, source: Kept, kept: LayerActivations) -> None:
+        if kept.qkv and kept.staged_qkv:
+            return  # they are where they are staged
         for span, (x_ND,) in TileReader(self._inputs, [source], self.spans):
-            self._project_qkv(x_ND, span)
+            self._project_qkv(x_ND, span, kept.staged_qkv)
 
     def _mlp_reader(self, source: Kept, kept: LayerActivations, queries: Queries | None = None) -> TileReader:
         if kept.mid is not None:
@@ -124,10 +125,7 @@ class LayerBackward(Workspace):
         while this one computes. `qkv_filled`: `restore_attention` ran for this layer just now.
         """
         sums = [AdapterGradients(pack, self.sum_dtype) for pack in (self.qkv, self.out, self.gate_up, self.down)]
-        packed_TW, fetch_qkv, events = self._qkv_TW, False, []
-        if kept.qkv is not None and not qkv_filled:
-            fetch_qkv = self.transfers.is_remote(kept.qkv)
-            packed_TW = packed_TW if fetch_qkv else kept.qkv.data_TW
+        self.qkv_store.begin(kept.qkv, filled=qkv_filled)
         if kept.gate_up is not None and self._fetched is not kept.gate_up:
             self._fetch_gate_up(kept)
         upcoming, self._upcoming = self._upcoming, None
@@ -136,18 +134,20 @@ class LayerBackward(Workspace):
         else:
             reader = self._mlp_reader(source, kept, queries)
         first_output: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        qkv_there = qkv_filled or bool(kept.qkv)
+        project_here = not qkv_there and kept.mid is None and queries.windows is None  # the tiles hold the input
         n_tiles = len(tiles(queries.n_rows, self.plan.tile_tokens))
         qkv_spans = [self.spans[index::n_tiles] for index in range(n_tiles)]
         for index, (span, inputs) in enumerate(reader):
-            if fetch_qkv and kept.qkv is not None:
-                for part in qkv_spans[index]:
-                    events.append(self.transfers.load(kept.qkv, part, packed_TW[part], self._free))
+            self.qkv_store.fetch(kept.qkv, qkv_spans[index])
             gate_up_NX = None
             if self.transfers.is_remote(kept.gate_up) and self._gate_up_TX is not None:
                 self.transfers.wait(self._gate_up_events[index])
                 gate_up_NX = self._gate_up_TX[span]
             elif kept.gate_up is not None:
                 gate_up_NX = inputs.pop()
+            if project_here:
+                self._project_qkv(inputs[0], span, kept.staged_qkv)
             mid_ND = inputs[0]
             if kept.mid is None:
                 mid_ND = self._mid_ring[0][: span.stop - span.start]
@@ -157,18 +157,17 @@ class LayerBackward(Workspace):
             self._mlp_backward(grad_QX[span], mid_ND, gate_up_NX, sums[2], sums[3])
         if below is not None:
             self._fetch_gate_up(below[1])
-        if kept.qkv is None and not qkv_filled:
-            self._fill_qkv(source)
-        for event in events:
-            self.transfers.wait(event)
+        if not qkv_there and not project_here:
+            self._fill_qkv(source, kept)
         input_reader = TileReader(self._inputs, [source], self.spans)
-        self._attention_backward(grad_QX, packed_TW, kept, first_output, sums[1], queries)
+        self._attention_backward(grad_QX, kept, first_output, sums[1], queries)
         grad_TX = grad_QX if queries.windows is None else self._spread(grad_QX, queries.windows)
         if below is not None:
             self._look_ahead(below)
-        for span, (x_ND,) in input_reader:
-            self._qkv_backward(grad_TX[span], packed_TW[span], x_ND, sums[0], wanted=below is not None)
-        self._free = self.transfers.mark()
+        # strict: each of the two then runs to its end, which frees its last buffer
+        for (span, (x_ND,)), packed_NW in zip(input_reader, self.qkv_store.gradients(kept.staged_qkv), strict=True):
+            self._qkv_backward(grad_TX[span], packed_NW, x_ND, sums[0], wanted=below is not None)
+        self.qkv_store.end()
         return grad_TX, {key: grad for total in sums for key, grad in total.finish().items()}
 
     def _spread(self, grad_QX: Tensor, windows: tuple[tuple[int, int], ...]) -> Tensor:
@@ -225,7 +224,6 @@ class LayerBackward(Workspace):
     def _attention_backward(
         self,
         grad_QX: Tensor,
-        packed_TW: Tensor,
         kept: LayerActivations,
         first_output: list[tuple[Tensor, torch.cuda.Event | None]],
         sums: AdapterGradients,
@@ -234,35 +232,37 @@ class LayerBackward(Workspace):
         bordered_QX = grad_QX[:, : self.out.n_out + self.out.extra]
         self.out.border_grad(bordered_QX)
         upcoming = first_output
-        for index, columns in enumerate(self.groups):
+        for index, (raw_TW, columns) in enumerate(self.qkv_store.groups(kept.staged_qkv, gradients=True)):
             current = upcoming
             upcoming = self._group_output(kept, index + 1) if index + 1 < len(self.groups) else []
             for _, event in current:
                 self.transfers.wait(event)
-            self._group_backward(bordered_QX, packed_TW, columns, current[0][0], current[1][0], sums, queries)
+            first = index * current[0][0].shape[1]
+            self._group_backward(bordered_QX, raw_TW, columns, first, current[0][0], current[1][0], sums, queries)
             self._outputs.release(index)
             self._lse.release(index)
 
     def _group_backward(
         self,
         bordered_QX: Tensor,
-        packed_TW: Tensor,
+        raw_TW: Tensor,
         columns: GroupColumns,
+        first_feature: int,
         output_QC: Tensor,
         lse_HQ: Tensor,
         sums: AdapterGradients,
         queries: Queries,
     ) -> None:
         out, split = self.out, (columns.query_heads, self.head_size)
-        features = slice(columns.query_column, columns.query_column + output_QC.shape[1])
+        features = slice(first_feature, first_feature + output_QC.shape[1])
         sums.add(bordered_QX, output_QC, out.input_border(output_QC, features), features)
         grad_output_QC = self._empty(*output_QC.shape)
         out.input_grad(bordered_QX, grad_output_QC, features)
         grads = block_attention.backward(
-            self.backends, queries, grad_output_QC.unflatten(1, split), *self._group_qkv(packed_TW, columns),
+            self.backends, queries, grad_output_QC.unflatten(1, split), *self._group_qkv(raw_TW, columns),
             output_QC.unflatten(1, split), lse_HQ, self.scale,
         )  # fmt: skip
-        kernels.norm_rope_backward(packed_TW, columns, self._norms(), self.eps, self.cos_TJ, self.sin_TJ, grads)
+        kernels.norm_rope_backward(raw_TW, columns, self._norms(), self.eps, self.cos_TJ, self.sin_TJ, grads)
 
     def _qkv_backward(
         self, grad_NX: Tensor, packed_NW: Tensor, x_ND: Tensor, sums: AdapterGradients, *, wanted: bool

@@ -21,20 +21,12 @@ class LayerForward(Workspace):
 
     _index = -1  # of the layer that runs
 
-    def forward(
-        self, hidden_TD: Tensor, kept: LayerActivations | None, next_input: Kept | None, queries: Queries
-    ) -> Tensor:
-        """The layer's output [Q, D], written over its input where Q = T. `load` the layer first.
-
-        kept=None keeps nothing.
-        """
-        kept = kept or LayerActivations()
+    def forward(self, hidden_TD: Tensor, kept: LayerActivations, next_input: Kept | None, queries: Queries) -> Tensor:
+        """The layer's output [Q, D], written over its input where Q = T. `load` the layer first."""
         self._index += 1
         self._send_gate_up()
         for span in self.spans:
-            self._project_qkv(hidden_TD[span], span)
-            if kept.qkv is not None:
-                self.transfers.write(kept.qkv, span, self._qkv_TW[span])
+            self._project_qkv(hidden_TD[span], span, kept.staged_qkv or kept.qkv)
         outputs = self._attend(kept, queries)
         self.transfers.wait_written(kept.input)
         hidden_QD = hidden_TD

@@ -88,8 +88,10 @@ def packs(lengths: dict[int, int], pack_tokens: int) -> list[list[int]]:
 class LongContextScorer:
     """A scorer (see `engine.scores`) for long branches: `plan_for(n_tokens)` says what is kept where.
 
-    Rows of a batch lose their padding; short ones are packed, the others walked one after another. One host buffer
-    serves all calls; a second sequence whose backward is still due gets a buffer of its own.
+    Rows of a batch lose their padding; short ones are packed, the others walked one after another. Of several walks of
+    one batch only the last keeps what backward needs; the others run their forward pass again in backward, so that a
+    batch takes the memory of its largest walk. One host buffer serves all calls; a sequence scored by another call
+    while a backward is still due gets a buffer of its own.
 
     Args:
         packed_plan_for: the plan of packed rows, or of a pair behind its common prefix, of so many tokens in all.
@@ -142,8 +144,11 @@ class LongContextScorer:
             )  # fmt: skip
         return self.backend
 
-    def score(self, model: nn.Module, sequence: Sequence) -> Tensor:
-        """logp_P in nats of the sequence's targets; UserError for models that the walk does not cover."""
+    def score(self, model: nn.Module, sequence: Sequence, *, keep: bool = True) -> Tensor:
+        """logp_P in nats of the sequence's targets; UserError for models that the walk does not cover.
+
+        keep=False: nothing is kept for backward, which runs the forward pass again.
+        """
         layout, device = sequence.layout, sequence.input_ids_T.device
         check_model(model, max(s.first_position + s.stop - s.start for s in layout.segments))
         if not layout.is_one_row and not can_pack(model):
@@ -151,18 +156,16 @@ class LongContextScorer:
                 "rotary embeddings that depend on the length allow one branch at a time", fix='use plan "auto"'
             )
         parameters = _trained_parameters(model) if torch.is_grad_enabled() else []
-        pool = self._free_pool(device) if parameters else None
         backend = self.choose_backend(model, layout.n_tokens, device)
         plan_for = self._plan_for if layout.is_one_row else self._packed_plan_for
         walk = Walk(
-            model, sequence, plan_for(layout.n_tokens), block_backends(backend), pool,
+            model, sequence, plan_for(layout.n_tokens), block_backends(backend), lambda: self._free_pool(device),
             chunk_positions=self._chunk_positions, gap_tokens=self._gap_tokens,
         )  # fmt: skip
-        if pool is None:
+        if not parameters:
             with torch.no_grad():
-                return walk.forward()
-        pool.lend(walk)
-        return WalkFunction.apply(walk, *parameters)  # type: ignore[return-value]
+                return walk.forward(keep=False)
+        return WalkFunction.apply(walk, keep, *parameters)  # type: ignore[return-value]
 
     def __call__(
         self, model: nn.Module, input_ids_BT: Tensor, attention_mask_BT: Tensor, rows_P: Tensor, positions_P: Tensor
@@ -173,7 +176,8 @@ class LongContextScorer:
         pieces, order = [], []
         kept_BT = attention_mask_BT.bool()
         place_BT, n_tokens_B = kept_BT.cumsum(1) - 1, kept_BT.sum(1).tolist()
-        for pack in packs({row: n_tokens_B[row] for row in rows_P.unique().tolist()}, pack_tokens):
+        found = packs({row: n_tokens_B[row] for row in rows_P.unique().tolist()}, pack_tokens)
+        for number, pack in enumerate(found, 1):
             before, chosen, start = [], [], 0
             for row in pack:
                 chosen.append((rows_P == row).nonzero().flatten())
@@ -182,6 +186,7 @@ class LongContextScorer:
             lengths = [n_tokens_B[row] for row in pack]
             ids_T, before_P = torch.cat([input_ids_BT[row][kept_BT[row]] for row in pack]), torch.cat(before)
             layout = packed_rows(lengths) if len(pack) > 1 else one_row(start)
-            pieces.append(self.score(model, Sequence(ids_T, layout, before_P, ids_T[before_P + 1])))
+            sequence = Sequence(ids_T, layout, before_P, ids_T[before_P + 1])
+            pieces.append(self.score(model, sequence, keep=number == len(found)))
             order += chosen
         return torch.cat(pieces)[torch.cat(order).argsort()]

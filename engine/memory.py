@@ -4,6 +4,9 @@ Letters: T tokens, D hidden size, F MLP size, V vocabulary, P scored positions, 
 torch. The peak is the static part (weights, adapters, optimiser) plus the largest of four moments that never coincide:
 the forward of a layer, the head, and the two halves of a layer's backward. Host bytes are exact; device bytes count
 what the engine allocates, by the same list (`engine.plan.kept_shapes`) that the engine allocates from.
+
+Backward frees what a layer kept on the device and adds that layer's LoRA gradients. So its peak is at the first layers
+it comes to where these keep much, and at the last where they keep nothing; the ledger takes the worst one.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from engine.plan import FIELDS, Dimensions, MemoryPlan, kept_shapes
+from engine.plan import FIELDS, Dimensions, KeptShape, MemoryPlan, kept_shapes
 
 BaseFormat = Literal["nf4", "int8", "bf16", "fp32", "fp64"]
 Optimiser = Literal["none", "adamw", "adamw_8bit"]
@@ -145,18 +148,22 @@ def _static_rows(config: Mapping[str, Any], setup: Setup, sizes: Dimensions) -> 
         "decoder weights": int(weights * _BYTES_PER_WEIGHT[setup.base]),
         "embedding and head": tables * sizes.vocab_size * sizes.hidden_size * sizes.itemsize,
         "adapters": trained * lora_itemsize,
-        "gradients": trained * lora_itemsize * (2 if setup.accumulating else 1),
+        "gradients": trained * lora_itemsize * setup.accumulating,
         "optimiser": trained * _OPTIMISER_BYTES[setup.optimiser],
         "matmul library": _LIBRARY_BYTES if setup.align > 1 else 0,
     }
     return [LedgerRow(moment="static", component=name, device_bytes=value) for name, value in amounts.items()]
 
 
-def _kept_rows(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -> list[LedgerRow]:
+def _shapes(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int, keeps: bool) -> list[KeptShape]:
+    n_last_rows = None if setup.n_last_rows is None else min(setup.n_last_rows, n_tokens)
+    return kept_shapes(sizes, plan, n_tokens, n_last_rows, keeps=keeps)
+
+
+def _kept_rows(shapes: list[KeptShape]) -> list[LedgerRow]:
     device: dict[str, int] = {}
     host: dict[str, int] = {}
-    n_last_rows = None if setup.n_last_rows is None else min(setup.n_last_rows, n_tokens)
-    for shape in kept_shapes(sizes, plan, n_tokens, n_last_rows):
+    for shape in shapes:
         name = f"kept {shape.field}" if shape.layer >= 0 else f"scratch {shape.field}"
         target, unit = (host, _PAGE_BYTES) if shape.place == "host" else (device, 1)
         target[name] = target.get(name, 0) + -(-shape.n_bytes // unit) * unit
@@ -164,6 +171,25 @@ def _kept_rows(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int)
         LedgerRow(moment="kept", component=name, device_bytes=device.get(name, 0), host_bytes=host.get(name, 0))
         for name in sorted(device.keys() | host.keys())
     ]
+
+
+def _gradient_bytes(config: Mapping[str, Any], setup: Setup, sizes: Dimensions, shapes: list[KeptShape]) -> int:
+    """What gradients add to all that is kept, at the layer of backward where that is most.
+
+    At a layer, those above it have their gradients and nothing kept any more, and it has its own sums: the A's of each
+    packed matrix padded to its border, the B's as they are, in float32 (`engine.linears.AdapterGradients`).
+    """
+    per_layer = trained_parameters(config, setup) // sizes.n_layers * max(_LORA_ITEMSIZE, sizes.itemsize)
+    linears, rank = _linears(config), setup.lora_rank
+    borders = (sizes.extra_qkv, sizes.extra_out, sizes.extra_gate_up, sizes.extra_down)
+    inputs = (sizes.hidden_size, sizes.query_size, sizes.hidden_size, sizes.mlp_size)
+    sums = sum(border * n_in for border, n_in in zip(borders, inputs, strict=True))
+    sums += rank * sum(linears[name][1] for name in setup.lora_targets)
+    most, freed = 0, 0
+    for index in reversed(range(sizes.n_layers)):
+        most = max(most, (sizes.n_layers - 1 - index) * per_layer - freed)
+        freed += sum(shape.n_bytes for shape in shapes if shape.layer == index and shape.place == "device")
+    return most + sums * sizes.sum_itemsize
 
 
 def _matrices_bytes(sizes: Dimensions) -> int:
@@ -190,7 +216,7 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
     }
     workspace = {
         "dense weights of one layer": _matrices_bytes(sizes),
-        "packed q|k|v": n_tokens * (sizes.qkv_size + sizes.extra_qkv) * unit,
+        "packed q|k|v": (rows if plan.staged_qkv else n_tokens) * (sizes.qkv_size + sizes.extra_qkv) * unit,
         "tiles": rows * sum(tile.values()) * unit,
         "RoPE tables": n_tokens * sizes.head_size * sizes.sum_itemsize,
     }
@@ -199,6 +225,9 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
     on_host = {field: any(getattr(layer, field) == "host" for layer in plan.layers) for field in FIELDS}
     again = plan.scratch_attention > 0 and on_host["input"]
     first = max(hidden * on_host["mid"], hidden * on_host["input"] + sizes.query_size * (on_host["attention"] or again))
+    if plan.staged_qkv:
+        in_flight = min(2, plan.head_groups) * (sizes.qkv_size // plan.head_groups)
+        workspace["staged q|k|v"] = (2 * rows * sizes.qkv_size + n_tokens * in_flight) * unit
     if on_host["gate_up"]:
         workspace["gate|up in flight"] = n_tokens * (2 * sizes.mlp_size + sizes.extra_gate_up) * unit
     forward = {
@@ -248,11 +277,17 @@ def attention_workspace_bytes(n_tokens: int, n_heads: int, n_key_heads: int, hea
     return n_tokens * n_heads * ((head_size + 2) * 4 + per_head_grads)
 
 
-def predict(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup) -> Ledger:
-    """The ledger of one branch of n_tokens."""
+def predict(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup, *, keeps: bool = True) -> Ledger:
+    """The ledger of one branch of n_tokens; keeps=False: of one that is only scored, and so keeps nothing."""
     sizes = dimensions(config, setup)
-    rows = _static_rows(config, setup, sizes) + _kept_rows(sizes, plan, setup, n_tokens)
+    shapes = _shapes(sizes, plan, setup, n_tokens, keeps)
+    rows = _static_rows(config, setup, sizes) + _kept_rows(shapes)
+    gradients = {"gradients of this branch": _gradient_bytes(config, setup, sizes, shapes)}
     for moment, amounts in _moments(sizes, plan, setup, n_tokens).items():
+        if moment.startswith("backward"):
+            if not keeps:
+                continue
+            amounts |= gradients
         rows += [
             LedgerRow(moment=moment, component=name, device_bytes=value)  # type: ignore[arg-type]
             for name, value in amounts.items()

@@ -137,6 +137,8 @@ class Transfers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.apart = device.type == "cuda"
+        """Whether host and device memory are two, so that tiles need buffers to arrive in."""
         streams = [torch.cuda.Stream(device) for _ in range(4)] if device.type == "cuda" else [None] * 4
         self._out_stream, self._in_stream, self._bulk_out_stream, self._bulk_in_stream = streams
 

@@ -47,11 +47,18 @@ class MemoryPlan(BaseModel):
     layers: tuple[LayerPlan, ...] = Field(min_length=1)
     tile_tokens: int = Field(ge=1)
     head_groups: int = Field(ge=1, description="groups of key-value heads, attention runs on one group at a time")
+    staged_qkv: bool = Field(
+        default=False,
+        description="raw q, k, v of the layer at work, and then their gradients, lie on the host, group by group; on "
+        "the device are those of the group at work and of the next one",
+    )
 
     @model_validator(mode="after")
-    def _restorable(self) -> MemoryPlan:
+    def _consistent(self) -> MemoryPlan:
         if self.layers[0].input == "recompute":
             raise ValueError("the first layer must keep its input: every restoration starts there")
+        if self.staged_qkv and any(layer.qkv == "device" for layer in self.layers):
+            raise ValueError("q, k, v that are staged through the host are kept there or not at all")
         return self
 
     @property
@@ -73,10 +80,14 @@ class MemoryPlan(BaseModel):
         return most
 
 
-def uniform_plan(policy: PolicyName, n_layers: int, *, tile_tokens: int, head_groups: int) -> MemoryPlan:
-    """The named policy on every layer ("auto" is made by `engine.memory.choose_plan`)."""
+def uniform_plan(
+    policy: PolicyName, n_layers: int, *, tile_tokens: int, head_groups: int, staged_qkv: bool = False
+) -> MemoryPlan:
+    """The named policy on every layer ("auto" is made by `engine.choose.choose_plan`)."""
     layers = (POLICIES[policy],) * n_layers
-    return MemoryPlan(policy=policy, layers=layers, tile_tokens=tile_tokens, head_groups=head_groups)
+    return MemoryPlan(
+        policy=policy, layers=layers, tile_tokens=tile_tokens, head_groups=head_groups, staged_qkv=staged_qkv
+    )
 
 
 class Dimensions(BaseModel):
@@ -137,15 +148,28 @@ def _attention_shapes(sizes: Dimensions, n_groups: int, n_tokens: int, layer: in
     return [output] * n_groups + [lse] * n_groups
 
 
-def kept_shapes(sizes: Dimensions, plan: MemoryPlan, n_tokens: int, n_last_rows: int | None = None) -> list[KeptShape]:
+def _qkv_shapes(sizes: Dimensions, plan: MemoryPlan, n_tokens: int, layer: int, place: Place) -> list[KeptShape]:
+    """One packed tensor, bordered for its LoRA gradients; staged: one for each group of heads, on the host."""
+    n_groups = plan.head_groups if plan.staged_qkv else 1
+    width = sizes.qkv_size // n_groups if plan.staged_qkv else sizes.qkv_size + sizes.extra_qkv
+    shape = KeptShape(layer=layer, field="qkv", place=place, n_rows=n_tokens, width=width, itemsize=sizes.itemsize)
+    return [shape] * n_groups
+
+
+def kept_shapes(
+    sizes: Dimensions, plan: MemoryPlan, n_tokens: int, n_last_rows: int | None = None, *, keeps: bool = True
+) -> list[KeptShape]:
     """Every tensor the plan keeps for a branch of n_tokens, scratch last. Engine and ledger both read this list.
 
-    The last layer computes n_last_rows rows (None: all) beyond its keys and values, and keeps as many.
+    The last layer computes n_last_rows rows (None: all) beyond its keys and values, and keeps as many. keeps=False: a
+    branch that is only scored, of which nothing is kept; staged q, k, v have their scratch all the same.
     """
+    staging = _qkv_shapes(sizes, plan, n_tokens, -1, "host") if plan.staged_qkv else []
+    if not keeps:
+        return staging
     widths = {
         "input": sizes.hidden_size,
         "mid": sizes.hidden_size,
-        "qkv": sizes.qkv_size + sizes.extra_qkv,
         "gate_up": 2 * sizes.mlp_size + sizes.extra_gate_up,
     }
     shapes: list[KeptShape] = []
@@ -153,13 +177,15 @@ def kept_shapes(sizes: Dimensions, plan: MemoryPlan, n_tokens: int, n_last_rows:
         n_queries = n_tokens if n_last_rows is None or index + 1 < len(plan.layers) else n_last_rows
         for field, width in widths.items():
             place: Place = getattr(layer, field)
-            n_rows = n_tokens if field in ("input", "qkv") else n_queries
+            n_rows = n_tokens if field == "input" else n_queries
             if place != "recompute":
                 shapes.append(
                     KeptShape(
                         layer=index, field=field, place=place, n_rows=n_rows, width=width, itemsize=sizes.itemsize
                     )
                 )
+        if layer.qkv != "recompute":
+            shapes += _qkv_shapes(sizes, plan, n_tokens, index, layer.qkv)
         if layer.attention != "recompute":
             shapes += _attention_shapes(sizes, plan.head_groups, n_queries, index, layer.attention)
     scratch_place = plan.layers[0].input
@@ -171,4 +197,6 @@ def kept_shapes(sizes: Dimensions, plan: MemoryPlan, n_tokens: int, n_last_rows:
     ] * plan.scratch_inputs  # fmt: skip
     for _ in range(plan.scratch_attention):
         shapes += _attention_shapes(sizes, plan.head_groups, n_tokens, -1, scratch_place)
+    if any(layer.qkv == "recompute" for layer in plan.layers):
+        shapes += staging
     return shapes

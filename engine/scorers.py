@@ -211,13 +211,11 @@ def open_engine(
 
     _, ledger = planned(longest)
     pack_tokens = _pack_tokens(lambda length: planned(length, several_blocks=True))
-    host_bytes = 0
-    if optimizer is not None:
-        lengths = sorted({n_tokens[rows[name]] for name in names}, reverse=True)
-        some = lengths[:: math.ceil(len(lengths) / PLANNED_LENGTHS)]
-        host_bytes = max(planned(length)[1].host_bytes for length in some)
-        if pack_tokens:
-            host_bytes = max(host_bytes, planned(pack_tokens, several_blocks=True)[1].host_bytes)
+    lengths = sorted({n_tokens[rows[name]] for name in names}, reverse=True)
+    some = lengths[:: math.ceil(len(lengths) / PLANNED_LENGTHS)]
+    host_bytes = max(planned(length)[1].host_bytes for length in some)
+    if pack_tokens:
+        host_bytes = max(host_bytes, planned(pack_tokens, several_blocks=True)[1].host_bytes)
     scorer = LongContextScorer(
         lambda length: planned(length)[0],
         packed_plan_for=lambda length: planned(length, several_blocks=True)[0],

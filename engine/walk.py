@@ -9,6 +9,7 @@ sees every token of a branch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class Walk:
     """One sequence's way through the layers; holds what forward keeps until backward has used it.
 
     Args:
-        pool: where activations are kept for backward; None: nothing is kept.
+        free_pool: gives a host buffer that nothing else uses now; it is busy while this walk keeps something there.
         gap_tokens: windows of the last layer that are nearer than this are one (`engine.segments`).
     """
 
@@ -48,7 +49,7 @@ class Walk:
         sequence: Sequence,
         plan: MemoryPlan,
         backends: BlockBackends,
-        pool: HostPool | None,
+        free_pool: Callable[[], HostPool],
         *,
         chunk_positions: int,
         gap_tokens: int,
@@ -56,7 +57,8 @@ class Walk:
         decoder, head = split_head(model)
         self.decoder: Any = decoder
         self.head_weight: Tensor = head.weight  # type: ignore[assignment]
-        self.sequence, self.plan, self.backends, self.pool = sequence, plan, backends, pool
+        self.sequence, self.plan, self.backends = sequence, plan, backends
+        self._free_pool, self._pool, self._finished = free_pool, HostPool(torch.device("cpu")), False
         self.chunk_positions = chunk_positions
         self.transfers = Transfers(sequence.input_ids_T.device)
         self.queries = all_queries(sequence.layout)
@@ -82,57 +84,69 @@ class Walk:
     def _workspace(self) -> tuple[Any, MemoryPlan, Layout, Transfers, BlockBackends]:
         return self.decoder, self.plan, self.sequence.layout, self.transfers, self.backends
 
-    def _allocate(self, walk: Workspace, pool: HostPool) -> None:
-        shapes = kept_shapes(walk.sizes, self.plan, walk.n_tokens, self.last_queries.n_rows)
+    def _allocate(self, walk: Workspace, *, keep: bool) -> None:
+        """Slots for what the plan keeps, and scratch; keep=False: only what a forward pass alone needs."""
+        shapes = kept_shapes(walk.sizes, self.plan, walk.n_tokens, self.last_queries.n_rows, keeps=keep)
         on_host = [shape.place == "host" for shape in shapes]
-        pool.reserve(sum(slot_bytes(shape.n_bytes) for shape, host in zip(shapes, on_host, strict=True) if host))
         self.kept = [LayerActivations() for _ in self.plan.layers]
+        if shapes:
+            self._pool = self._free_pool()
+            self._pool.lend(self)
+            self._pool.reserve(
+                sum(slot_bytes(shape.n_bytes) for shape, host in zip(shapes, on_host, strict=True) if host)
+            )
         for shape, host in zip(shapes, on_host, strict=True):
             dtype = walk.sum_dtype if shape.field == "lse" else walk.dtype
             size = (shape.n_rows, shape.width)
-            kept = Kept(pool.take(*size, dtype) if host else torch.empty(size, dtype=dtype, device=walk.device))
+            kept = Kept(self._pool.take(*size, dtype) if host else torch.empty(size, dtype=dtype, device=walk.device))
             owner = self.scratch if shape.layer < 0 else self.kept[shape.layer]
-            if shape.field in ("attention", "lse"):
+            if shape.field in ("attention", "lse", "qkv"):
                 getattr(owner, shape.field).append(kept)
             elif shape.layer < 0:
                 self.scratch_inputs.append(kept)
             else:
                 setattr(owner, shape.field, kept)
+        if self.plan.staged_qkv:
+            for kept_of_layer in self.kept:
+                kept_of_layer.staged_qkv = kept_of_layer.qkv or self.scratch.qkv
 
-    def forward(self) -> Tensor:
-        """logp_P; keeps what backward needs when there is a pool."""
+    def _release(self) -> None:
+        self.kept, self.scratch, self.scratch_inputs = [], LayerActivations(), []
+        self._pool.release_owner()
+
+    def forward(self, *, keep: bool) -> Tensor:
+        """logp_P. keep: what backward needs stays; without it, backward runs the forward pass again."""
         walk = LayerForward(*self._workspace())
-        if self.pool is not None:
-            self._allocate(walk, self.pool)
+        self._allocate(walk, keep=keep)
         ids_T, embedding = self.sequence.input_ids_T, self.decoder.embed_tokens.weight
         hidden_QD = nn.functional.embedding(ids_T.to(embedding.device), embedding).to(walk.device, walk.dtype)
-        if self.kept:
+        if keep:
             assert self.kept[0].input is not None
             self.transfers.write(self.kept[0].input, slice(None), hidden_QD)
         for index, layer in enumerate(self.decoder.layers):
             walk.load(layer)
             following = self.kept[index + 1].input if index + 1 < len(self.kept) else None
-            kept = self.kept[index] if self.kept else None
-            hidden_QD = walk.forward(hidden_QD, kept, following, self._queries(index))
+            hidden_QD = walk.forward(hidden_QD, self.kept[index], following, self._queries(index))
         walk.finish()
         hidden_PD = hidden_QD[self.picked_P]
         del walk, hidden_QD
+        if not keep:
+            self._release()
         logp_P, self.unit_grad_PD = head_logprobs(
             hidden_PD, self.decoder.norm, self.head_weight, self.sequence.targets_P,
-            chunk_positions=self.chunk_positions, with_grad=self.pool is not None,
+            chunk_positions=self.chunk_positions, with_grad=keep,
         )  # fmt: skip
         return logp_P
 
     def backward(self, grad_P: Tensor) -> dict[int, Tensor]:
         """LoRA gradients by id of their parameter, given d(loss)/d(logp_P). Frees what forward kept."""
-        if self.unit_grad_PD is None or self.pool is None:
-            raise RuntimeError("backward ran already (retain_graph is not covered), or forward ran without gradients")
+        if self._finished:
+            raise RuntimeError("backward ran already (retain_graph is not covered)")
+        if self.unit_grad_PD is None:
+            self.forward(keep=True)
         walk = LayerBackward(*self._workspace())
         walk.prepare()
-        grad_QX = torch.zeros(self.last_queries.n_rows, walk.grad_width, dtype=walk.dtype, device=walk.device)
-        scaled_PD = (self.unit_grad_PD * grad_P[:, None]).to(walk.dtype)
-        grad_QX[:, : walk.hidden_size].index_add_(0, self.picked_P, scaled_PD)
-        self.unit_grad_PD = None
+        grad_QX = self._grad_of_output(walk, grad_P)
         grads: dict[int, Tensor] = {}
         inputs = [kept.input for kept in self.kept]
         for index in reversed(range(len(self.kept))):
@@ -152,9 +166,18 @@ class Walk:
             if self.plan.layers[index].attention == "recompute":
                 self._return_slots(slots or kept)
             self.kept[index], inputs[index] = LayerActivations(), None
-        self.kept, self.scratch, self.scratch_inputs = [], LayerActivations(), []
-        self.pool.release_owner()
+        self._release()
+        self._finished = True
         return grads
+
+    def _grad_of_output(self, walk: LayerBackward, grad_P: Tensor) -> Tensor:
+        """d(loss)/d(output of the last layer), bordered; from here on the scored positions' own is not needed."""
+        assert self.unit_grad_PD is not None
+        grad_QX = torch.zeros(self.last_queries.n_rows, walk.grad_width, dtype=walk.dtype, device=walk.device)
+        scaled_PD = (self.unit_grad_PD * grad_P[:, None]).to(walk.dtype)
+        grad_QX[:, : walk.hidden_size].index_add_(0, self.picked_P, scaled_PD)
+        self.unit_grad_PD = None
+        return grad_QX
 
     def _restore_inputs(self, walk: LayerBackward, inputs: list[Kept | None], index: int) -> None:
         """Fill the dropped inputs up to layer `index` from the nearest one kept before it."""
@@ -187,12 +210,12 @@ class WalkFunction(torch.autograd.Function):
     """logp_P of a walk as one function of the LoRA parameters."""
 
     @staticmethod
-    def forward(ctx: Any, walk: Walk, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, walk: Walk, keep: bool, *parameters: nn.Parameter) -> Tensor:
         ctx.walk, ctx.keys = walk, [id(parameter) for parameter in parameters]
-        return walk.forward()
+        return walk.forward(keep=keep)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = ctx.walk.backward(grad_outputs[0])
-        return (None, *(grads.get(key) for key in ctx.keys))
+        return (None, None, *(grads.get(key) for key in ctx.keys))

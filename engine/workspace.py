@@ -19,6 +19,7 @@ from engine.kernels import GroupColumns
 from engine.linears import PackedLinears, compute_dtype
 from engine.offload import Kept, Transfers
 from engine.plan import Dimensions, MemoryPlan
+from engine.qkv import PackedQkv, QkvStore, StagedQkv
 from engine.segments import Layout, Queries
 
 MID_RING = 3  # tiles of the mid residual in flight to the host
@@ -26,12 +27,17 @@ MID_RING = 3  # tiles of the mid residual in flight to the host
 
 @dataclasses.dataclass
 class LayerActivations:
-    """What one layer keeps (None: recomputed). Attention output and log-sum-exp are per group of heads."""
+    """What one layer keeps (None, empty: recomputed). Attention output and log-sum-exp are per group of heads.
+
+    qkv: one packed tensor; staged, one for each group. staged_qkv: where staged q|k|v are while the layer is at work,
+    which is where they are kept, or scratch that all layers share.
+    """
 
     input: Kept | None = None
     mid: Kept | None = None
-    qkv: Kept | None = None
     gate_up: Kept | None = None
+    qkv: list[Kept] = dataclasses.field(default_factory=list)
+    staged_qkv: list[Kept] = dataclasses.field(default_factory=list)
     attention: list[Kept] = dataclasses.field(default_factory=list)
     lse: list[Kept] = dataclasses.field(default_factory=list)
 
@@ -61,7 +67,8 @@ class Workspace:
         self.scale = float(first.self_attn.scaling)
         self.eps = float(first.input_layernorm.variance_epsilon)
         self.groups = self._group_columns()
-        self._qkv_TW = self._empty(n_tokens, self.qkv.n_out + self.qkv.extra)
+        store = StagedQkv if plan.staged_qkv else PackedQkv
+        self.qkv_store: QkvStore = store(transfers, n_tokens, self.spans, self.qkv, self.groups)
         rows = self.spans[0].stop
         self._normed_NX = self._empty(rows, self.hidden_size + max(self.qkv.extra, self.gate_up.extra))
         self._gate_up_NX = self._empty(rows, self.gate_up.n_out + self.gate_up.extra)
@@ -71,7 +78,7 @@ class Workspace:
         self._ring_events: list[torch.cuda.Event | None] = [None] * MID_RING
         self._in_flight: list[Tensor] = []  # sources of copies to the host, alive until these are done
         # The wide projections travel whole: a layer's worth of compute hides their copy, a tile's worth does not.
-        gate_up_on_host = self.device.type == "cuda" and any(layer.gate_up == "host" for layer in plan.layers)
+        gate_up_on_host = transfers.apart and any(layer.gate_up == "host" for layer in plan.layers)
         width = self.gate_up.n_out + self.gate_up.extra
         self._gate_up_TX = self._empty(n_tokens, width) if gate_up_on_host else None
         self._gate_up_written: torch.cuda.Event | None = None
@@ -123,9 +130,10 @@ class Workspace:
         kernels.rms_norm(x_ND, norm.weight, self.eps, normed_NX[:, : pack.n_in])
         return normed_NX
 
-    def _project_qkv(self, x_ND: Tensor, span: slice) -> None:
+    def _project_qkv(self, x_ND: Tensor, span: slice, slots: list[Kept]) -> None:
         normed_NX = self._normed(x_ND, self.layer.input_layernorm, self.qkv)
-        self.qkv.forward(normed_NX, self._qkv_TW[span, : self.qkv.n_out])
+        self.qkv.forward(normed_NX, self.qkv_store.tile(span))
+        self.qkv_store.put(slots, span)
 
     def _mid(self, x_ND: Tensor, attention_N: list[Tensor], out_ND: Tensor) -> None:
         attended_NX = self._attended_NX[: x_ND.shape[0]]
@@ -157,10 +165,10 @@ class Workspace:
         return q_THE, k_TKE, v_TKE
 
     def _attend(self, kept: LayerActivations, queries: Queries) -> list[Tensor]:
-        """Attention of every group from the packed q|k|v; outputs [Q, heads * E], kept where the plan says."""
+        """Attention of every group from the raw q|k|v; outputs [Q, heads * E], kept where the plan says."""
         outputs = []
-        for index, columns in enumerate(self.groups):
-            q_THE, k_TKE, v_TKE = self._group_qkv(self._qkv_TW, columns)
+        for index, (raw_TW, columns) in enumerate(self.qkv_store.groups(kept.staged_qkv, gradients=False)):
+            q_THE, k_TKE, v_TKE = self._group_qkv(raw_TW, columns)
             out_QHE, lse_HQ = block_attention.forward(self.backends, queries, q_THE, k_TKE, v_TKE, self.scale)
             outputs.append(out_QHE.reshape(queries.n_rows, -1))
             if kept.attention:
@@ -175,6 +183,6 @@ class Workspace:
 
     def _wait_all(self, kept: LayerActivations) -> None:
         """After this, attention's results and q|k|v have left the device and their buffers may be reused."""
-        for item in (*kept.attention, *kept.lse, kept.qkv):
+        for item in (*kept.attention, *kept.lse, *kept.qkv):
             self.transfers.wait_written(item)
         self._in_flight.clear()

@@ -101,7 +101,9 @@ def policy_text(plan: MemoryPlan) -> str:
             if count:
                 places.append(f"{field} on the {place} in {count} of {n_layers} layers")
     kept = ", ".join(places)
-    return f"policy {plan.policy}: {kept}; tiles of {plan.tile_tokens:,} tokens, heads in {plan.head_groups} group(s)"
+    staged = ", q, k, v staged through the host" if plan.staged_qkv else ""
+    sizes = f"tiles of {plan.tile_tokens:,} tokens, heads in {plan.head_groups} group(s)"
+    return f"policy {plan.policy}: {kept}; {sizes}{staged}"
 
 
 def _model_config(config: RunConfig, model: str) -> tuple[str, Mapping[str, Any]]:

@@ -155,7 +155,7 @@ def test_rows_are_not_packed_where_rotary_embeddings_depend_on_the_length() -> N
     decoder = model.get_base_model().model
     scorer = scorer_with()
     score = scorer.score
-    scorer.score = lambda model, sequence: layouts.append(sequence.layout) or score(model, sequence)  # type: ignore
+    scorer.score = lambda model, sequence, **how: layouts.append(sequence.layout) or score(model, sequence, **how)  # type: ignore
     for rope_type, n_walks in (("default", 1), ("dynamic", 3)):
         decoder.rotary_emb.rope_type = rope_type
         layouts.clear()

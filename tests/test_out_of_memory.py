@@ -177,13 +177,13 @@ def test_pieces_of_the_allocator_are_told() -> None:
 
 
 def test_a_branch_that_fits_no_policy_gets_the_longest_that_does() -> None:
-    """Half of the host's memory is gone: 131,072 tokens of a plan at its limit do not fit any more."""
+    """A quarter of the device is gone: 131,072 tokens do not fit any more."""
     plan = planned(131_072, device_gib=12.5)
-    said = advice(Stand("device", int(11 * GIB), int(10.9 * GIB)), plan)
+    said = advice(Stand("device", int(9.5 * GIB), int(9.4 * GIB)), plan)
     longest = int(said[-1].split("render.max_tokens = ")[1].split(",")[0])
     assert 81_920 <= longest < 131_072
     assert plan.budget is not None
-    training_plan(QWEN3_8B, longest, SETUP, plan.budget._replace(device_bytes=11 * GIB))
+    training_plan(QWEN3_8B, longest, SETUP, plan.budget._replace(device_bytes=int(9.5 * GIB)))
 
 
 def test_the_host_side_names_memory_policy_plan_and_length() -> None:

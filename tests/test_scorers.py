@@ -164,8 +164,8 @@ def test_longest_that_fits_is_named_and_fits() -> None:
 
 
 def test_scoring_needs_less_than_training() -> None:
-    """9.6 GiB do not train an 81,920-token branch of Qwen3-8B, but score it."""
-    setup, budget = Setup(n_scored=4096), Budget(int(9.6 * GIB), 110 * GIB)
+    """9 GiB do not train an 81,920-token branch of Qwen3-8B, but score it."""
+    setup, budget = Setup(n_scored=4096), Budget(9 * GIB, 110 * GIB)
     with pytest.raises(UserError, match="does not fit"):
         training_plan(QWEN3_8B, 81_920, setup, budget)
     _, ledger = scoring_plan(QWEN3_8B, 81_920, setup, budget)
