@@ -10,9 +10,10 @@ from typing import Literal, cast, get_args
 
 from pydantic import ValidationError
 
-from artifacts.cards import card, summary
+from artifacts.cards import card
 from artifacts.locks import alone
 from artifacts.store import Store, link_or_copy, write_atomically
+from artifacts.summaries import summary
 from schemas.base import Frozen
 from schemas.config import SourceConfig
 from schemas.errors import UserError

@@ -10,10 +10,11 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled
 
-from artifacts.cards import Card, card, run_card, summary
+from artifacts.cards import Card, card, run_card
 from artifacts.locks import in_use
 from artifacts.runs import write_run
 from artifacts.store import Store
+from artifacts.summaries import summary
 from flows.reporting import PrefectReporter
 from flows.stages import Execution, StageCancelledError, stage_task
 from schemas.config import RunConfig

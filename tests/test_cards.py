@@ -1,13 +1,15 @@
 """Cards: what they say, that data cannot break them, and that their pictures are pictures."""
 
 import base64
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from artifacts import charts
-from artifacts.cards import card, run_card, summary
-from artifacts.markdown import DROPPED_SHOWN
+from artifacts.cards import card, run_card
+from artifacts.markdown import DROPPED_SHOWN, duration, table
+from artifacts.summaries import summary
 from schemas.refs import Ref
 from schemas.reports import (
     Dropped,
@@ -20,6 +22,7 @@ from schemas.reports import (
     RenderReport,
     StageResult,
     Trained,
+    TrainPoint,
     TrainReport,
 )
 from schemas.runs import RunReport, StageRun
@@ -63,10 +66,22 @@ def test_equal_data_draw_equal_bytes() -> None:
 
 
 def test_text_of_the_data_cannot_break_a_table() -> None:
-    nasty = Dropped(what="a|b.json", reason="line one\nline two <script>alert(1)</script>")
+    nasty = Dropped(what="a|b.json", reason="line one\nline two <script>alert(1)</script> *x* ![p](q) `c`")
     page = card(ingested(quarantined=(nasty,))).markdown
     (row,) = (line for line in page.splitlines() if "line one" in line)
-    assert row == "| a\\|b.json | line one line two &lt;script>alert(1)&lt;/script> |"
+    assert row == (r"| a\|b.json | line one line two &lt;script>alert(1)&lt;/script> \*x\* !\[p\](q) \`c\` |")
+
+
+def test_columns_of_numbers_stand_to_the_right() -> None:
+    rows = [("a", "1,024", "n/a", "9.5%", "2 to 3"), ("7", "-0.5", "+1e-05", "", "4")]
+    assert table(("name", "n", "x", "share", "range"), rows).splitlines()[1] == "| --- | ---: | ---: | ---: | --- |"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(8.34, "8.3 s"), (125.4, "2 min 5 s"), (3_599.6, "1 h 0 min"), (45_296.0, "12 h 34 min")]
+)
+def test_durations_are_said_as_a_person_would(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_long_lists_are_cut_and_say_so() -> None:
@@ -111,12 +126,61 @@ def test_training_card_says_what_was_measured() -> None:
     result = Trained(adapter=REF, report=report)
     page = card(result)
     assert page.key == "simpo"
-    for text in ("1.5000 → 1.0000", "-0.25 → 0.5", "3.00 GiB", "2, parallel, gloo", "| attention | sdpa |"):
+    shown = (
+        "1.5000 → 1.0000",
+        "-0.2500 → +0.5000 nats per token",
+        "3.00 GiB of host memory",
+        "| plan | parallel |",
+        "| collectives | gloo |",
+        "| attention | sdpa |",
+    )
+    for text in shown:
         assert text in page.markdown
+    assert "stopped early" not in page.markdown
+    assert "resumed" not in page.markdown
+    early = report.model_copy(update={"stopped_early": "the margin stopped rising", "resumed_from_step": 2})
+    again = card(Trained(adapter=REF, report=early)).markdown
+    assert "| stopped early | the margin stopped rising |" in again
+    assert "| resumed from step | 2 |" in again
     assert summary(result) == "loss 1.5000 → 1.0000 in 4 steps; margin -0.2500 → +0.5000"
 
 
-@pytest.mark.parametrize(("promoted", "text"), [(True, "**Promoted**"), (False, "**Not promoted.**")])
+@pytest.mark.parametrize("allocated_bytes", [None, 2**30])
+def test_memory_of_a_gpu_is_a_curve(allocated_bytes: int | None) -> None:
+    report = TrainReport(
+        stage="sft",
+        n_examples=1,
+        n_steps=2,
+        n_tokens_seen=10,
+        n_tokens_scored=1,
+        padding_share=0.0,
+        first_loss=1.0,
+        last_loss=1.0,
+        wall_s=1.0,
+        world_size=1,
+        backend="none",
+        plan="single",
+        peak_memory_bytes=1,
+        curve=tuple(
+            TrainPoint(
+                step=step,
+                epoch=1.0,
+                loss=1.0,
+                grad_norm=1.0,
+                learning_rate=1.0,
+                tokens_per_s=1.0,
+                allocated_bytes=allocated_bytes,
+                reserved_bytes=allocated_bytes,
+            )
+            for step in (1, 2)
+        ),
+    )
+    (uri,) = re.findall(r"!\[training curves\]\((\S+)\)", card(Trained(adapter=REF, report=report)).markdown)
+    labels = {"GPU memory, peak of the step (GiB)", "allocated", "reserved"}
+    assert words(picture(uri)) & labels == (labels if allocated_bytes else set())
+
+
+@pytest.mark.parametrize(("promoted", "text"), [(True, "**Promoted**"), (False, "**Not promoted**")])
 def test_promotion_card_gives_its_reasons(promoted: bool, text: str) -> None:
     report = PromoteReport(
         promoted=promoted, reasons=("few pairs", "worse"), candidate_sha256="a" * 64, incumbent_sha256=None
@@ -139,7 +203,7 @@ def test_run_card_has_a_line_for_each_stage() -> None:
         stages=(StageRun(stage="ingest", outcome="cached", wall_s=0.1, summary="3 runs"),),
     )
     page = run_card(report).markdown
-    assert "| ingest | cached | 0.1 | 3 runs |" in page
+    assert "| ingest | cached | 0.1 s | 3 runs |" in page
     assert "no pair \\| found" in page
 
 
