@@ -1,9 +1,34 @@
-"""The base of every type that crosses a boundary."""
+"""The bases of the types that cross a boundary."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, field_validator
 
 
 class Frozen(BaseModel):
     """Immutable and closed: an unknown key is an error, never ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+LARGEST: Final = 2**31 - 1
+
+
+class Section(Frozen):
+    """A part of the configuration, as a person types it.
+
+    Kinds of value that no stage can use are refused in every field: each would end as an error of some library, hours
+    later. Numbers are finite, whole ones fit a seed and a tensor's size, text is neither empty nor holds a NUL.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False, str_min_length=1, str_max_length=4096)
+
+    @field_validator("*")
+    @classmethod
+    def _usable(cls, value: Any) -> Any:
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, int) and item > LARGEST:
+                raise ValueError(f"whole numbers go up to {LARGEST}")
+            if isinstance(item, str) and "\0" in item:
+                raise ValueError("text holds a NUL character")
+        return value

@@ -3,36 +3,14 @@
 A stage's cache key holds its own section and the digests of its inputs, so a field re-runs just the stages it feeds.
 """
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
-from schemas.base import Frozen
+from schemas.base import Section
 
 SpanKind = Literal["reasoning", "thought", "action", "turn_end"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-
-LARGEST: Final = 2**31 - 1
-
-
-class Section(Frozen):
-    """A part of the configuration, as a person types it.
-
-    Kinds of value that no stage can use are refused in every field: each would end as an error of some library, hours
-    later. Numbers are finite, whole ones fit a seed and a tensor's size, text is neither empty nor holds a NUL.
-    """
-
-    model_config = ConfigDict(allow_inf_nan=False, str_min_length=1, str_max_length=4096)
-
-    @field_validator("*")
-    @classmethod
-    def _usable(cls, value: Any) -> Any:
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, int) and item > LARGEST:
-                raise ValueError(f"whole numbers go up to {LARGEST}")
-            if isinstance(item, str) and "\0" in item:
-                raise ValueError("text holds a NUL character")
-        return value
 
 
 class SourceConfig(Section):
@@ -192,11 +170,22 @@ class EarlyStopConfig(Section):
     )
 
 
-class SftConfig(Section):
+class TrainingConfig(Section):
+    """What both training stages have."""
+
+    epochs: float = Field(default=1.0, gt=0, le=100_000)
+    early_stop: EarlyStopConfig = EarlyStopConfig()
+    trackers: tuple[Tracker, ...] = Field(
+        default=("tensorboard",), description="where steps are logged too; each needs its package"
+    )
+    save_steps: int = Field(default=50, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+
+class SftConfig(TrainingConfig):
     """Supervised fine-tuning on resolved runs."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    epochs: float = Field(default=1.0, gt=0, le=100_000)
     tokens_per_micro_batch: int = Field(
         default=8192, ge=16, description="padded tokens of one micro-batch; a longer row goes alone"
     )
@@ -205,12 +194,6 @@ class SftConfig(Section):
         default=True,
         description="train on resolved runs only; unknown outcomes are never treated as resolved",
     )
-    early_stop: EarlyStopConfig = EarlyStopConfig()
-    trackers: tuple[Tracker, ...] = Field(
-        default=("tensorboard",), description="where steps are logged too; each needs its package"
-    )
-    save_steps: int = Field(default=50, ge=1)
-    seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _no_kl(self) -> "SftConfig":
@@ -219,7 +202,7 @@ class SftConfig(Section):
         return self
 
 
-class SimpoConfig(Section):
+class SimpoConfig(TrainingConfig):
     """Preference optimisation on pairs, one branch a rank."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
@@ -246,7 +229,6 @@ class SimpoConfig(Section):
         default=None, ge=1, le=64, description="one a GPU; none given: 2 for auto and parallel, 1 for the others"
     )
     balanced: bool = Field(default=True, description="deal branches to processes by predicted cost; false: in order")
-    epochs: float = Field(default=1.0, gt=0, le=100_000)
     accumulation: int = Field(default=1, ge=1, description="pairs per optimiser step")
     accumulation_start: int | None = Field(
         default=None, ge=1, description="pairs per step at the start, falling linearly to `accumulation`"
@@ -257,12 +239,6 @@ class SimpoConfig(Section):
     margin_pairs: int = Field(
         default=256, ge=1, description="at most so many pairs are scored for the margins before and after training"
     )
-    early_stop: EarlyStopConfig = EarlyStopConfig()
-    trackers: tuple[Tracker, ...] = Field(
-        default=("tensorboard",), description="where steps are logged too; each needs its package"
-    )
-    save_steps: int = Field(default=50, ge=1)
-    seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _falling_accumulation(self) -> "SimpoConfig":
