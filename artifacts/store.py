@@ -119,7 +119,8 @@ class Store:
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).absolute()
         try:
-            (self.root / "staging").mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # it will hold whatever the agent saw
+            (self.root / "staging").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"cannot create the artifact store: {error.strerror}",

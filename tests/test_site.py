@@ -67,11 +67,11 @@ def test_run_is_seen_in_a_browser(site: Deployed, screenshots: Path) -> None:
     headings = {
         "ingest": "By outcome",
         "model": "parameters",
-        "render": "Branch lengths (tokens)",
+        "render": "Branch lengths, before any was dropped",
         "pairs": "By rule",
         "sft": "peak memory",
         "simpo": "margin, before → after",
-        "evaluate": "NLL per action token",
+        "evaluate": "in nats per scored token",
         "promote": "candidate",
         "run": "result",
     }
