@@ -84,7 +84,7 @@ def test_fifty_task_runs_lose_nothing(database: str, tmp_path: Path, request: py
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
     if database == "postgresql":
-        environment["PREFECT_API_DATABASE_CONNECTION_URL"] = request.getfixturevalue("postgres_url")
+        environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = request.getfixturevalue("postgres_url")
     log_path = tmp_path / "server.log"
     with log_path.open("wb") as log:
         server = subprocess.Popen(
