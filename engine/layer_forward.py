@@ -41,7 +41,7 @@ class LayerForward(Workspace):
             if next_input is not None:
                 self.transfers.write(next_input, span, hidden_QD[span])
         if kept.gate_up is not None and self.transfers.is_remote(kept.gate_up):
-            self._unsent = self._gate_up_pieces(kept.gate_up)
+            self._unsent, self._gate_up_sent = self._gate_up_pieces(kept.gate_up), []
         self._wait_all(kept)
         return hidden_QD
 
@@ -58,11 +58,12 @@ class LayerForward(Workspace):
     def _send_gate_up(self) -> None:
         if self._unsent and self._gate_up_TX is not None:
             kept, span = self._unsent.pop(0)
-            self._gate_up_written = self.transfers.write(kept, span, self._gate_up_TX[span], bulk=True)
+            event = self.transfers.write(kept, span, self._gate_up_TX[span], bulk=True)
+            self._gate_up_sent.append((span, event))
 
     def finish(self) -> None:
         """All copies to the host are done before the workspace may be freed."""
         while self._unsent:
             self._send_gate_up()
-        for event in (self._gate_up_written, *self._ring_events):
+        for event in (*(event for _, event in self._gate_up_sent), *self._ring_events):
             self.transfers.wait(event)

@@ -81,11 +81,14 @@ class Workspace:
         gate_up_on_host = transfers.apart and any(layer.gate_up == "host" for layer in plan.layers)
         width = self.gate_up.n_out + self.gate_up.extra
         self._gate_up_TX = self._empty(n_tokens, width) if gate_up_on_host else None
-        self._gate_up_written: torch.cuda.Event | None = None
+        self._gate_up_sent: list[tuple[slice, torch.cuda.Event | None]] = []  # rows that are on their way
         self._unsent: list[tuple[Kept, slice]] = []  # pieces of gate|up that have yet to go to the host
         positions_1T = torch.cat(
-            [torch.arange(s.first_position, s.first_position + s.stop - s.start) for s in layout.segments]
-        )[None].to(self.device)
+            [
+                torch.arange(s.first_position, s.first_position + s.stop - s.start, device=self.device)
+                for s in layout.segments
+            ]
+        )[None]
         probe = torch.empty(0, dtype=self.sum_dtype, device=self.device)
         cos_1TE, sin_1TE = decoder.rotary_emb(probe, positions_1T)
         half = self.head_size // 2
@@ -144,8 +147,9 @@ class Workspace:
         normed_NX = self._normed(mid_ND, self.layer.post_attention_layernorm, self.gate_up)
         gate_up_NX = self._gate_up_NX[: mid_ND.shape[0]]
         if self._gate_up_TX is not None and self.transfers.is_remote(gate_up):
-            if span.start == 0:
-                self.transfers.wait(self._gate_up_written)
+            for sent, event in self._gate_up_sent:  # a tile waits for its own rows only
+                if sent.start < span.stop and span.start < sent.stop:
+                    self.transfers.wait(event)
             gate_up_NX = self._gate_up_TX[span]
         elif gate_up is not None:
             gate_up_NX = gate_up.data_TW[span]
