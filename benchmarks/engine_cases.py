@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import time
 from collections.abc import Iterator
@@ -17,16 +18,17 @@ from engine.attention import AttentionBackend
 from engine.choose import choose_plan
 from engine.layers import LongContextScorer
 from engine.memory import GIB, Setup, predict
-from engine.plan import FIELDS, LayerPlan, MemoryPlan
+from engine.plan import FIELDS, LayerPlan, MemoryPlan, Place
 from engine.segments import one_row, scored_queries
 
 
 @dataclass(frozen=True)
 class Case:
-    """TOKENS@GIB[,steps=N][,groups=N][,stride=N][,place=device][,plan_gib=G][,profile=1][,layers=N]
+    """TOKENS@GIB[,steps=N][,groups=N][,stride=N][,staged=1][,place=device][,plan_gib=G][,profile=1][,layers=N]
 
     steps: optimiser steps, each on data of its own. groups: groups of key-value heads, in place of the plan's. stride:
-    the MLP's wide projections of every so many layers on the host. place=device: what the plan keeps on the host is
+    the MLP's wide projections of every so many layers on the host. staged=1: q, k, v staged through the host, whether
+    the plan needs that or not. place=device: what the plan keeps on the host is
     kept on the device. plan_gib: the plan is made for so much, while the allocator may use GIB. profile: the last step
     is profiled as well. layers: a forward, and the backward of so many layers only: the memory of a branch is at its
     peak from the first of them on.
@@ -38,6 +40,7 @@ class Case:
     steps: int = 3
     groups: int | None = None
     stride: int | None = None
+    staged: bool = False
     place: str = "host"
     plan_gib: float | None = None
     profile: bool = False
@@ -50,7 +53,7 @@ def case_of(text: str) -> Case:
     given = dict(option.split("=", 1) for option in options)
     kinds: dict[str, Any] = dict.fromkeys(("steps", "groups", "stride", "layers"), int)
     kinds |= {"place": str, "plan_gib": float}
-    kinds["profile"] = lambda value: value == "1"
+    kinds |= dict.fromkeys(("profile", "staged"), lambda value: value == "1")
     if unknown := given.keys() - kinds.keys():
         raise argparse.ArgumentTypeError(f"no option {', '.join(sorted(unknown))}")
     return Case(int(tokens), float(gib), text, **{name: kinds[name](value) for name, value in given.items()})
@@ -74,7 +77,9 @@ class Bench:
             torch.cuda.synchronize()
 
     def fresh(self, gib: float) -> None:
-        """An empty allocator, held to gib."""
+        """An empty allocator, held to gib, whatever a case before left behind."""
+        for parameter in self.trained:
+            parameter.grad = None
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -93,10 +98,19 @@ class Bench:
             for index, layer in enumerate(layers):
                 place = "host" if index % case.stride == 0 else layer.gate_up if layer.gate_up == "device" else None
                 layers[index] = layer.model_copy(update={"gate_up": place or "recompute"})
+        staged = case.staged or plan.staged_qkv
+        if staged:
+            layers = [layer.model_copy(update={"qkv": _not_on_device(layer.qkv)}) for layer in layers]
         if case.place == "device":
-            layers = [_on_device(layer) for layer in layers]
-        update = {"layers": tuple(layers), "head_groups": case.groups or plan.head_groups}
-        return plan.model_copy(update=update)
+            layers, staged = [_on_device(layer) for layer in layers], False
+        return MemoryPlan(
+            policy="auto", layers=tuple(layers), tile_tokens=plan.tile_tokens,
+            head_groups=case.groups or plan.head_groups, staged_qkv=staged,
+        )  # fmt: skip
+
+
+def _not_on_device(place: Place) -> Place:
+    return "recompute" if place == "device" else place
 
 
 def _on_device(layer: LayerPlan) -> LayerPlan:
@@ -107,7 +121,8 @@ def plan_summary(plan: MemoryPlan) -> dict[str, Any]:
     """Where each activation of each layer is (h: host, d: device, -: recomputed), and the sizes."""
     letters = {"host": "h", "device": "d", "recompute": "-"}
     layers = {field: "".join(letters[getattr(layer, field)] for layer in plan.layers) for field in FIELDS}
-    return {"tile_tokens": plan.tile_tokens, "head_groups": plan.head_groups, "layers": layers}
+    sizes = {"tile_tokens": plan.tile_tokens, "head_groups": plan.head_groups, "staged_qkv": plan.staged_qkv}
+    return sizes | {"layers": layers}
 
 
 class BackwardStoppedError(RuntimeError):
@@ -139,27 +154,31 @@ def steps_of(bench: Bench, case: Case) -> Iterator[dict[str, Any]]:
     whole = bench.scorer.choose_backend(bench.model, case.n_tokens, bench.device)
     if case.layers is not None:
         bench.scorer.backend = stop_after(whole, case.layers * bench.plans[case.n_tokens].head_groups)
-    for step in range(case.steps):
-        if bench.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        branch = bench.branch(case.n_tokens, step)
-        bench.synchronize()
-        start = time.perf_counter()
-        logp_P = bench.scorer(bench.model, *branch)
-        bench.synchronize()
-        middle = time.perf_counter()
-        try:
-            (-logp_P.mean()).backward()
-            optimiser.step()
-        except BackwardStoppedError:
-            bench.scorer.backend = whole
-        optimiser.zero_grad(set_to_none=True)
-        bench.synchronize()
-        end = time.perf_counter()
-        yield {
-            "forward_s": middle - start, "step_s": end - start, "finite": bool(torch.isfinite(logp_P).all()),
-            "n_scored": logp_P.numel(), "n_last_rows": n_last_rows(branch), **peaks(),
-        }  # fmt: skip
+    try:
+        for step in range(case.steps):
+            yield _step(bench, optimiser, bench.branch(case.n_tokens, step))
+    finally:
+        bench.scorer.backend = whole
+
+
+def _step(bench: Bench, optimiser: torch.optim.Optimizer, branch: tuple[Tensor, ...]) -> dict[str, Any]:
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    bench.synchronize()
+    start = time.perf_counter()
+    logp_P = bench.scorer(bench.model, *branch)
+    bench.synchronize()
+    middle = time.perf_counter()
+    with contextlib.suppress(BackwardStoppedError):
+        (-logp_P.mean()).backward()
+        optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    bench.synchronize()
+    end = time.perf_counter()
+    return {
+        "forward_s": middle - start, "step_s": end - start, "finite": bool(torch.isfinite(logp_P).all()),
+        "n_scored": logp_P.numel(), "n_last_rows": n_last_rows(branch), **peaks(),
+    }  # fmt: skip
 
 
 def run_case(bench: Bench, case: Case) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -168,8 +169,10 @@ def cap_device(gib: float) -> None:
 
 
 def append_result(path: Path, result: dict[str, Any]) -> None:
-    """One JSON object a line, written at once: a run that is cut short keeps what it had."""
+    """One JSON object a line, on the disk when this returns: a run that is cut short keeps what it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as lines:
         lines.write(json.dumps(result) + "\n")
+        lines.flush()
+        os.fsync(lines.fileno())
     print(json.dumps(result), flush=True)

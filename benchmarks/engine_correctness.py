@@ -109,6 +109,8 @@ def small_model_error() -> dict[str, float]:
     plans = {name: uniform_plan(name, 5, tile_tokens=64, head_groups=2) for name in POLICIES}  # type: ignore[arg-type]
     plans["everything on the host"] = MemoryPlan(policy="auto", layers=(full,) * 5, tile_tokens=64, head_groups=2)
     plans["mixed, restored"] = MemoryPlan(policy="auto", layers=layers, tile_tokens=64, head_groups=1)
+    for name, staged in (("all of it staged", (full,) * 5), ("mixed, restored and staged", layers)):
+        plans[name] = MemoryPlan(policy="auto", layers=staged, tile_tokens=64, head_groups=2, staged_qkv=True)
     errors = {}
     for name, plan in plans.items():
         scorer = LongContextScorer(lambda _, plan=plan: plan)

@@ -46,13 +46,18 @@ def measured_peaks(n_tokens: int = 32768) -> dict[str, float]:
     return {key: round(value, 1) for key, value in result.items()}
 
 
+def attention_forward_s(config: dict[str, Any], n_tokens: int, peak_tflops: dict[str, float]) -> float:
+    """Seconds of one layer's causal attention at the measured peak."""
+    operations = 2 * n_tokens**2 * config["num_attention_heads"] * config["head_dim"]
+    return operations / max(peak_tflops["cudnn_forward"], peak_tflops["flash_forward"]) / 1e12
+
+
 def floor_s(config: dict[str, Any], n_tokens: int, peak_tflops: dict[str, float]) -> float:
     """Seconds of forward + backward at the measured peaks, nothing recomputed, LoRA and elementwise work free."""
     hidden, mlp, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    weights = hidden * (2 * query + 2 * key + 3 * mlp)
-    matmul = 4 * n_tokens * weights * config["num_hidden_layers"]
-    attention = 2 * n_tokens**2 * query * config["num_hidden_layers"]
-    forward = max(peak_tflops["cudnn_forward"], peak_tflops["flash_forward"])
-    backward = max(peak_tflops["cudnn_backward"], peak_tflops["flash_backward"])
-    return (matmul / peak_tflops["matmul"] + attention / forward + BACKWARD_OF_ATTENTION * attention / backward) / 1e12
+    n_layers = config["num_hidden_layers"]
+    matmul = 4 * n_tokens * hidden * (2 * query + 2 * key + 3 * mlp) * n_layers / peak_tflops["matmul"] / 1e12
+    forward = n_layers * attention_forward_s(config, n_tokens, peak_tflops)
+    peaks = [max(peak_tflops[f"{name}_{way}"] for name in ("cudnn", "flash")) for way in ("forward", "backward")]
+    return matmul + forward * (1 + BACKWARD_OF_ATTENTION * peaks[0] / peaks[1])

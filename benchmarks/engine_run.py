@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine_cases import Bench, Case, case_of, first_token_check, idle_of_step, run_case, setup_of
+from benchmarks.engine_cases import Bench, Case, first_token_check, idle_of_step, run_case, setup_of
 from benchmarks.engine_common import append_result, config_dict, machine, random_nf4_model, with_lora
-from benchmarks.engine_floor import floor_s, measured_peaks
+from benchmarks.engine_floor import attention_forward_s, floor_s, measured_peaks
 from benchmarks.engine_peers import run_peer
 from engine.host_memory import host_limits
 from engine.memory import GIB
@@ -21,6 +22,9 @@ from schemas.errors import StageError, UserError
 SLOWER_THAN_FLOOR = 1.35  # of a step, for the estimate; short branches are further from it and quick anyway
 FORWARD_SHARE = 0.3  # of a step's time
 CASE_S = 4.0  # of every case, beside its steps
+UNSLOTH_S = 90.0  # to load, and what its first steps take longer (42 and 23 s measured at 32K and 64K)
+UNSLOTH_SLOWER = 1.8  # than the floor, warm (1.6 measured)
+PIN_S_PER_GIB = 0.4
 FAILURES = (
     AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError, StageError,
     UserError,
@@ -28,6 +32,8 @@ FAILURES = (
 """What a case may end with, others' code included, without ending the run."""
 PEAKS = ("matmul", "cudnn_forward", "cudnn_backward", "flash_forward", "flash_backward")
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 8}
+DRY_SHRINK = 512
+"""`--dry` divides every length by this, so that the command lines of a real run can be tried as they are."""
 
 
 class Run:
@@ -64,61 +70,126 @@ def _model(dry: bool, config: dict[str, Any]) -> Any:
     return with_lora(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
 
 
-def measure(arguments: argparse.Namespace, end_of_unsloth: Callable[[], int | None]) -> None:
-    """Everything that the command line of `benchmarks.engine_longcontext` asks for, in its order.
+def estimate_s(bench: Bench, case: Case, peak_tflops: dict[str, float]) -> float:
+    """Seconds that a case will take, from the floor and from the attention that its plan computes twice."""
+    floor = floor_s(bench.config, case.n_tokens, peak_tflops)
+    again = sum(layer.attention == "recompute" for layer in bench.plan(case).layers)
+    share = 1.0 if case.layers is None else FORWARD_SHARE + (1 - FORWARD_SHARE) * case.layers / 36
+    step_s = SLOWER_THAN_FLOOR * floor + again * attention_forward_s(bench.config, case.n_tokens, peak_tflops)
+    return case.steps * share * step_s + CASE_S
 
-    Args:
-        end_of_unsloth: waits for that process, if there is one, and returns its status.
-    """
-    run, dry = Run(arguments.out, arguments.deadline), arguments.dry
-    run.note({"what": "machine", **machine(arguments.commit)})
-    config = config_dict() | (TINY | {"vocab_size": 200} if dry else {})
-    started = time.monotonic()
-    model = _model(dry, config)
-    run.note({"what": "model", "took_s": round(time.monotonic() - started, 1)})
-    device, host_bytes = torch.device("cpu") if dry else torch.device("cuda", 0), int(arguments.host_gib * GIB)
-    bench = Bench(model, config, setup_of(dry), device, host_bytes)
-    if arguments.first_token:  # forward only, so it wants no host memory; not timed, so Unsloth may load beside it
-        n_tokens = arguments.first_token
-        run.attempt(f"first token {n_tokens}", CASE_S, lambda: first_token_check(bench, n_tokens, 23.5))
-    bench.fresh(23.5)
-    if status := end_of_unsloth():
-        run.note({"what": "failed", "case": "unsloth", "error": f"ended with status {status}"})
-    peak_tflops: dict[str, float] = dict.fromkeys(PEAKS, 1.0)
-    if not dry:
-        peak_tflops = measured_peaks()
-        run.note({"what": "peaks_tflops", **peak_tflops})
 
-    def pin() -> dict[str, Any]:
-        free_gib = round(host_limits()[0].available_bytes / GIB, 1)  # before: what others on this machine left
-        bench.scorer.reserve_host(2**20 if dry else host_bytes, bench.device)
-        return {"what": "pinned", "host_gib": arguments.host_gib, "free_before_gib": free_gib}
+class _Measurement:
+    """One model, and the kinds of cases that it is taken through."""
 
-    run.attempt("pin", CASE_S, pin)
+    def __init__(self, arguments: argparse.Namespace, run: Run) -> None:
+        self.arguments, self.run, self.dry = arguments, run, arguments.dry
+        config = config_dict() | (TINY | {"vocab_size": 200} if self.dry else {})
+        device = torch.device("cpu") if self.dry else torch.device("cuda", 0)
+        self.host_bytes = int(arguments.host_gib * GIB)
+        started = time.monotonic()
+        self.bench = Bench(_model(self.dry, config), config, setup_of(self.dry), device, self.host_bytes)
+        run.note({"what": "model", "took_s": round(time.monotonic() - started, 1)})
+        self.peak_tflops: dict[str, float] = dict.fromkeys(PEAKS, 1.0)
+        if not self.dry:
+            self.bench.fresh(arguments.gib)
+            self.peak_tflops = measured_peaks()
+            run.note({"what": "peaks_tflops", **self.peak_tflops})
 
-    def walk(case: Case) -> None:
-        floor = floor_s(config, case.n_tokens, peak_tflops)
+    def _length(self, n_tokens: int) -> int:
+        return max(32, n_tokens // DRY_SHRINK) if self.dry else n_tokens
+
+    def _floor_s(self, n_tokens: int) -> float:
+        return 0.0 if self.dry else floor_s(self.bench.config, n_tokens, self.peak_tflops)
+
+    def pin(self) -> None:
+        """Pins the host buffer, unless it is; notes what others on this machine had left."""
+        n_bytes = 2**20 if self.dry else self.host_bytes
+        if self.bench.scorer.host_bytes >= n_bytes:
+            return
+
+        def work() -> dict[str, Any]:
+            free_gib = round(host_limits()[0].available_bytes / GIB, 1)
+            self.bench.scorer.reserve_host(n_bytes, self.bench.device)
+            return {"what": "pinned", "host_gib": self.arguments.host_gib, "free_before_gib": free_gib}
+
+        self.run.attempt("pin", CASE_S if self.dry else PIN_S_PER_GIB * self.arguments.host_gib, work)
+
+    def walks(self, cases: list[Case]) -> None:
+        """Timed steps of the engine."""
+        if cases:
+            self.pin()
+        for case in cases:
+            self._walk(dataclasses.replace(case, n_tokens=self._length(case.n_tokens)))
+
+    def _walk(self, case: Case) -> None:
+        floor = self._floor_s(case.n_tokens)
 
         def measured() -> dict[str, Any]:
-            result = run_case(bench, case)
-            return result if dry else result | {
+            result = run_case(self.bench, case)
+            return result if self.dry else result | {
                 "floor_tokens_per_s": round(case.n_tokens / floor, 1),
                 "share_of_floor": round(floor / result["step_s"], 4),
             }  # fmt: skip
 
-        share = 1.0 if case.layers is None else FORWARD_SHARE + (1 - FORWARD_SHARE) * case.layers / 36
-        run.attempt(case.text, case.steps * share * SLOWER_THAN_FLOOR * floor + CASE_S, measured)
-        if case.profile and not dry:
-            run.attempt(f"idle {case.text}", 1.5 * floor + CASE_S, lambda: idle_of_step(bench, case.n_tokens))
+        try:
+            expected_s = CASE_S if self.dry else estimate_s(self.bench, case, self.peak_tflops)
+        except UserError:
+            expected_s = 0.0  # it fits no plan: the attempt says so in its row
+        self.run.attempt(case.text, expected_s, measured)
+        if case.profile and not self.dry:
+            self.run.attempt(
+                f"idle {case.text}", 1.5 * floor + CASE_S, lambda: idle_of_step(self.bench, case.n_tokens)
+            )  # fmt: skip
 
-    for case in map(case_of, arguments.cases):
-        walk(case)
-    for name, n_tokens in arguments.peers:
-        run.attempt(
-            f"{name} {n_tokens}",
-            CASE_S + arguments.peer_steps * 3 * floor_s(config, n_tokens, peak_tflops),
-            lambda name=name, n_tokens=n_tokens: run_peer(bench, name, n_tokens, 23.5, arguments.peer_steps),
+    def unsloth(self, cases: list[tuple[int, int]], work: Callable[[list[tuple[int, int]], float], int]) -> None:
+        """Unsloth in a process of its own, which the host memory is given back for."""
+        expected_s = UNSLOTH_S + UNSLOTH_SLOWER * sum(steps * self._floor_s(n_tokens) for n_tokens, steps in cases)
+
+        def measured() -> dict[str, Any]:
+            self.bench.scorer.release_host()
+            self.bench.fresh(self.arguments.gib)
+            status = work(cases, self.run.left_s)
+            return {"what": "unsloth ended"} if status == 0 else {"what": "failed", "error": f"status {status}"}
+
+        self.run.attempt("unsloth", CASE_S if self.dry else expected_s, measured)
+
+    def first_token(self, n_tokens: int) -> None:
+        forward_s = FORWARD_SHARE * SLOWER_THAN_FLOOR * 2.2 * self._floor_s(n_tokens)
+        length = self._length(n_tokens)
+        self.run.attempt(
+            f"first token {n_tokens}",
+            CASE_S + forward_s,
+            lambda: first_token_check(self.bench, length, self.arguments.gib),
         )
-    for case in map(case_of, arguments.last):
-        walk(case)
+
+    def peer(self, name: str, n_tokens: int) -> None:
+        steps, length = self.arguments.peer_steps, self._length(n_tokens)
+        self.run.attempt(
+            f"{name} {n_tokens}",
+            CASE_S + steps * 3 * self._floor_s(n_tokens),
+            lambda: run_peer(self.bench, name, length, self.arguments.gib, steps),
+        )
+
+
+def measure(
+    arguments: argparse.Namespace, deadline: float, unsloth: Callable[[list[tuple[int, int]], float], int]
+) -> None:
+    """Everything that the command line of `benchmarks.engine_longcontext` asks for, in its order of value.
+
+    Args:
+        deadline: of time.monotonic.
+        unsloth: runs its cases within so many seconds in a process of its own, and returns its exit status.
+    """
+    run = Run(arguments.out, deadline)
+    run.note({"what": "machine", **machine(arguments.commit)})
+    measurement = _Measurement(arguments, run)
+    measurement.walks(arguments.cases)
+    if arguments.unsloth:
+        measurement.unsloth(arguments.unsloth, unsloth)
+    if arguments.first_token:
+        measurement.first_token(arguments.first_token)
+    for name, n_tokens in arguments.peers:
+        measurement.peer(name, n_tokens)
+    measurement.walks(arguments.last)
     run.note({"what": "end"})

@@ -123,6 +123,12 @@ class LongContextScorer:
         """Pin the host buffer now (0.3 s a GiB), for the longest branch to come. StageError when the host refuses."""
         self._free_pool(device).reserve(n_bytes)
 
+    def release_host(self) -> None:
+        """Unpin the host buffers that no branch uses now; the next branch pins one again."""
+        for pool in self._pools:
+            if not pool.busy:
+                pool.release()
+
     def _free_pool(self, device: torch.device) -> HostPool:
         device = numbered(device)
         for pool in self._pools:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from conftest import REPOSITORY
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import engine_longcontext
 from benchmarks.engine_cases import (
     BackwardStoppedError,
     Bench,
@@ -44,8 +43,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_case_is_read_from_its_text() -> None:
-    text = "65536@23.5,steps=4,groups=2,stride=2,place=device,plan_gib=20,profile=1,layers=3"
-    assert case_of(text) == Case(65_536, 23.5, text, 4, 2, 2, "device", 20.0, True, 3)
+    text = "65536@23.5,steps=4,groups=2,stride=2,staged=1,place=device,plan_gib=20,profile=1,layers=3"
+    assert case_of(text) == Case(65_536, 23.5, text, 4, 2, 2, True, "device", 20.0, True, 3)
     assert case_of("4096@11") == Case(4096, 11.0, "4096@11")
     with pytest.raises(argparse.ArgumentTypeError, match="no option tile"):
         case_of("4096@11,tile=3")
@@ -57,6 +56,9 @@ def test_options_change_the_plan_as_they_say(bench: Bench) -> None:
     moved = bench.plan(case_of("300@4,place=device"))
     assert {layer.input for layer in moved.layers} == {layer.attention for layer in moved.layers} == {"device"}
     assert bench.plan(case_of("300@4,groups=1")).head_groups == 1
+    staged = bench.plan(case_of("300@4,staged=1"))
+    assert staged.staged_qkv
+    assert "device" not in {layer.qkv for layer in staged.layers}
     strided = bench.plan(case_of("300@4,stride=2"))
     assert [layer.gate_up for layer in strided.layers][::2] == ["host"] * 2
 
@@ -119,24 +121,45 @@ def test_what_would_pass_the_deadline_is_skipped_and_what_fails_is_noted(tmp_pat
     assert 0 < done["left_s"] <= failed["left_s"] <= 10
 
 
-def test_the_whole_run_works_on_a_cpu(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    subprocess.run(
-        [
-            sys.executable, "-m", "benchmarks.engine_longcontext", str(out), "200@4,steps=4",
-            "96@4,place=device,steps=1",
-            "--peers", "transformers:64", "trl:64", "--first-token", "128", "--last", "128@4,steps=1",
-            "--host-gib", "1", "--dry",
-        ],
-        cwd=REPOSITORY, check=True, capture_output=True, timeout=240,
-    )  # fmt: skip
-    lines = lines_of(out)
-    assert not [line for line in lines if line["what"] in ("failed", "skipped")]
-    walks = [line for line in lines if line["what"] == "walk"]
-    assert [walk["tokens_attended"] for walk in walks] == [200, 96, 128]
-    assert [(walk["steps_timed"], len(walk["steps_s"])) for walk in walks] == [(3, 4), (1, 1), (1, 1)]
-    assert all(walk["finite"] and walk["positions_scored"] == 64 for walk in walks)
-    peers = [line for line in lines if line["what"] == "peer"]
-    assert [peer["peer"] for peer in peers] == ["transformers", "trl"]
-    assert all(peer["tokens_per_s"] > 0 and len(peer["steps_s"]) == 3 for peer in peers)
-    assert lines[-1]["what"] == "end"
+def command_lines(text: str) -> list[list[str]]:
+    """The words of every call of the benchmark in a text, without the interpreter and the module."""
+    call = "python -m benchmarks.engine_longcontext "
+    return [
+        line.split(call)[1].split("#")[0].split() for line in text.replace("\\\n", " ").splitlines() if call in line
+    ]  # fmt: skip
+
+
+def test_every_call_in_the_documentation_runs(tmp_path: Path) -> None:
+    """Each with `--dry`: nothing fails or is skipped, every case has its row, and the rows are in the call's order."""
+    page = (REPOSITORY / "docs" / "ENGINE.md").read_text()
+    assert engine_longcontext.__doc__
+    calls = command_lines(engine_longcontext.__doc__) + command_lines(page)
+    assert len(calls) >= 5
+    seen: set[str] = set()
+    for number, (_, *words) in enumerate(calls):
+        out = tmp_path / f"{number}.jsonl"
+        engine_longcontext.main([str(out), *words, "--dry"])
+        lines, asked = lines_of(out), engine_longcontext.arguments_of([str(out), *words])
+        assert not [line for line in lines if line["what"] in ("failed", "skipped")], words
+        cases = [line["case"] for line in lines if line["what"] == "walk" or line["what"].startswith("forward, and")]
+        assert cases == [case.text for case in (*asked.cases, *asked.last)]
+        assert [line["peer"] for line in lines if line["what"] == "peer"] == [name for name, _ in asked.peers]
+        assert ("first token" in {line["what"] for line in lines}) == bool(asked.first_token)
+        assert all(line["finite"] for line in lines if line["what"] == "walk")
+        assert lines[-1]["what"] == "end"
+        seen |= {option.split("=")[0] for case in (*asked.cases, *asked.last) for option in case.text.split(",")[1:]}
+    assert seen >= {"steps", "profile", "staged", "stride", "place", "plan_gib", "layers"}
+
+
+def test_a_wrong_case_is_told_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        engine_longcontext.main([str(tmp_path / "out.jsonl"), "300@4", "--last", "300@4,tiles=2", "--dry"])
+    assert "no option tiles" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_unsloth_comes_after_the_cases_and_gets_the_host_memory(bench: Bench) -> None:
+    bench.scorer.reserve_host(2**22, bench.device)
+    bench.scorer.release_host()
+    assert bench.scorer.host_bytes == 0
+    assert run_case(bench, case_of("150@4,steps=1"))["finite"]

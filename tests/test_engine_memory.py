@@ -35,7 +35,7 @@ def plan_of(text: dict[str, Any]) -> MemoryPlan:
         kept_layers = ({f: words[place] for f, place in zip(text["layers"], row, strict=True)} for row in rows)
         return MemoryPlan(
             policy="auto", layers=tuple(LayerPlan(**layer) for layer in kept_layers), tile_tokens=text["tile_tokens"],
-            head_groups=text["head_groups"],
+            head_groups=text["head_groups"], staged_qkv=text.get("staged_qkv", False),
         )  # type: ignore[arg-type]  # fmt: skip
     n_layers, stride = 36, 3
     layers: list[dict[str, Any]] = [
@@ -126,13 +126,52 @@ def test_the_posts_count_of_trained_parameters() -> None:
     assert trained_parameters(QWEN3_8B, Setup()) == 43_646_976
 
 
+def held_by_that_run(case: dict[str, Any], plan: MemoryPlan) -> int:
+    """Bytes at the peak that the code of run A or B held and today's does not, each freed since for this reason.
+
+    Both: the gradient of the 4,096 scored positions' hidden states, to the end of backward. A: a layer's gradients of
+    LoRA's A were views of their sums, which are padded to 64 rows a packed matrix (q|k|v uses 48, o 16, gate|up 32,
+    down 16). At the peak these are 35 layers' where nothing is kept on the device, none where much is.
+    """
+    scored = 4096 * 4096 * 2
+    padded = ((64 - 48) + (64 - 16) + (64 - 32)) * 4096 + (64 - 16) * 12_288
+    at_the_end = all(layer.gate_up != "device" for layer in plan.layers)
+    return scored + 35 * padded * 4 * (at_the_end and case["run"] == "A")
+
+
 @pytest.mark.parametrize("case", measured_cases(), ids=lambda case: f"{case['run']}-{case['case']}")
-def test_the_ledger_is_within_5_percent_of_measured_peaks(case: dict[str, Any]) -> None:
-    """Allocated peaks measured on an H200, of whole steps and of steps whose backward ended after some layers."""
+def test_the_ledger_is_what_was_measured(case: dict[str, Any]) -> None:
+    """Allocated peaks measured on an H200, of whole steps and of steps whose backward ended after some layers.
+
+    Runs A and B: within 6 MiB of 10 to 77 GiB, once what their code held beside is counted.
+    """
+    plan = plan_of(case["plan"])
     setup = Setup(n_last_rows=case.get("n_last_rows"))
-    ledger = predict(QWEN3_8B, case["tokens_attended"], plan_of(case["plan"]), setup)
+    ledger = predict(QWEN3_8B, case["tokens_attended"], plan, setup)
     assert ledger.host_bytes / GIB == pytest.approx(case["host_plan_gib"], abs=0.01)
     assert ledger.peak_device_bytes / GIB == pytest.approx(case["allocated_gib"], rel=0.05)
+    if case["run"] in ("A", "B"):
+        explained_bytes = ledger.peak_device_bytes + held_by_that_run(case, plan)
+        assert abs(explained_bytes / 2**20 - case["allocated_gib"] * 1024) < 10
+
+
+def test_gradients_are_counted_where_they_are_alive() -> None:
+    """With nothing kept on the device those of 35 layers are, at the last layer of backward; with much kept, none."""
+    layers, config = uniform_plan("layer", 36, tile_tokens=8192, head_groups=1).layers, QWEN3_8B
+    on_host = uniform_plan("layer_offload", 36, tile_tokens=8192, head_groups=1)
+
+    def gradients(plan: MemoryPlan, accumulating: bool = False) -> dict[str, int]:
+        ledger = predict(config, 32_768, plan, Setup(accumulating=accumulating))
+        moments = ("static", "backward_attention")
+        return {row.component: row.device_bytes for row in ledger.rows if row.moment in moments}
+
+    layer_bytes = 43_646_976 // 36 * 4
+    late = gradients(on_host)["gradients of this branch"]
+    early = gradients(on_host.model_copy(update={"layers": layers}))["gradients of this branch"]
+    assert late - early == 35 * layer_bytes
+    assert early < 2 * layer_bytes  # the sums of the layer at work
+    assert gradients(on_host)["gradients"] == 0
+    assert gradients(on_host, accumulating=True)["gradients"] == 43_646_976 * 4
 
 
 def test_more_memory_means_less_recomputed() -> None:
