@@ -1,4 +1,4 @@
-"""One rank of a preference run, forked by test_preference.py.
+"""One rank of a preference run, forked by preference_runs.py.
 
 Leaves the summed gradient of one window, and the parameters after training, as this rank holds them.
 """
