@@ -4,14 +4,11 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from conftest import REPOSITORY
 
 PACKAGES = ("flows", "tasks", "schemas", "artifacts", "engine")
 FILES = sorted([REPOSITORY / "traceforge.py", *(p for name in PACKAGES for p in (REPOSITORY / name).rglob("*.py"))])
-IDS = [file.relative_to(REPOSITORY).as_posix() for file in FILES]
 
 TORCH = {"torch", "peft", "bitsandbytes", "accelerate", "unsloth"}
 FORBIDDEN = {
@@ -46,33 +43,34 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_folder_imports_only_what_it_may(file: Path) -> None:
-    relative = file.relative_to(REPOSITORY)
-    tops = {name.split(".")[0] for name in imported(ast.parse(file.read_text()))}
-    assert not tops & FORBIDDEN[relative.parts[0]]
-    if relative.parts[0] == "artifacts" and relative.as_posix() not in PREFECT_IN_ARTIFACTS:
-        assert "prefect" not in tops
+def test_folder_imports_only_what_it_may() -> None:
+    for file in FILES:
+        relative = file.relative_to(REPOSITORY)
+        tops = {name.split(".")[0] for name in imported(ast.parse(file.read_text()))}
+        assert not tops & FORBIDDEN[relative.parts[0]], relative
+        if relative.parts[0] == "artifacts" and relative.as_posix() not in PREFECT_IN_ARTIFACTS:
+            assert "prefect" not in tops, relative
 
 
 def _is_guard(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'")
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_module_only_defines_things(file: Path) -> None:
-    for node in ast.parse(file.read_text()).body:
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        registers = isinstance(node, ast.Expr) and ast.unparse(node).startswith("app.add_typer(")
-        assert is_text or registers or _is_guard(node) or isinstance(node, AT_IMPORT), ast.unparse(node)
+def test_module_only_defines_things() -> None:
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            registers = isinstance(node, ast.Expr) and ast.unparse(node).startswith("app.add_typer(")
+            defines = is_text or registers or _is_guard(node) or isinstance(node, AT_IMPORT)
+            assert defines, f"{file}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_environment_is_no_switch(file: Path) -> None:
+def test_environment_is_no_switch() -> None:
     """Nothing of ours is turned on or off by an environment variable; those of libraries are theirs."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            assert not node.value.startswith("TRACEFORGE_") or node.value == "TRACEFORGE_ROOT"
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not node.value.startswith("TRACEFORGE_") or node.value == "TRACEFORGE_ROOT", file
 
 
 def modules_after(statement: str) -> set[str]:
