@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import random
 import shutil
 import subprocess
 import sys
@@ -18,53 +17,13 @@ import yaml
 
 from schemas.errors import UserError
 from tasks.sample import SampleReport, generate_samples
-from tasks.sample.commands import (
-    edit_command,
-    failure_line,
-    missed_edit_command,
-    pdb_command,
-    pdb_values,
-    tamper_command,
-)
-from tasks.sample.episode import passes_tests
 from tasks.sample.generate import MAX_TARGET_TOKENS, MIN_TARGET_TOKENS
 from tasks.sample.recorder import observation_text
-from tasks.sample.repository import FAMILIES, make_task
-from tasks.sample.sandbox import CommandResult, Sandbox, normalise, open_sandbox, run_command, write_files
+from tasks.sample.repository import make_task
+from tasks.sample.sandbox import CommandResult, write_files
 
-N_TASKS, SEED = 3, 11
+N_TASKS, SEED = 2, 11
 RUN_NAMES = ["careful-0", "sloppy-0", "careful-1", "looping-0"]
-
-# Runs the tests of many trees in one process: starting pytest for each would take a minute. Prints, per tree,
-# whether the visible and the hidden tests pass.
-TREE_RUNNER = """
-import json, sys
-from pathlib import Path
-
-def passes(path):
-    names = {}
-    try:
-        exec(compile(path.read_text(), str(path), "exec"), names)
-        for name, value in list(names.items()):
-            if name.startswith("test_"):
-                value()
-    except Exception:
-        return False
-    return True
-
-outcomes = {}
-for tree in sorted(Path(sys.argv[1]).iterdir()):
-    sys.path.insert(0, str(tree))
-    outcome = []
-    for path in (tree / "visible.py", tree / "hidden.py"):
-        known = set(sys.modules)
-        outcome.append(passes(path))
-        for name in set(sys.modules) - known:
-            del sys.modules[name]
-    outcomes[tree.name] = outcome
-    sys.path.remove(str(tree))
-print(json.dumps(outcomes))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +31,6 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SampleReport]
     """Four runs each of a few short tasks, made with two jobs."""
     out_dir = tmp_path_factory.mktemp("samples") / "out"
     return out_dir, generate_samples(out_dir, n_tasks=N_TASKS, seed=SEED, jobs=2)
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Sandbox:
-    return open_sandbox(tmp_path / "box", make_task(0, SEED, bulk_chars=2_000).files, git=shutil.which("git"))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -94,69 +48,6 @@ def n_tokens(trajectory: dict[str, Any]) -> float:
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     n_chars = sum(len(message["content"]) for message in messages)
     return (n_chars + sum(len(call["function"]["arguments"]) for call in calls)) / 4
-
-
-# --- tasks -----------------------------------------------------------------------------------------------------
-
-
-def test_every_family_has_a_real_bug_a_real_fix_and_failing_guesses(tmp_path: Path) -> None:
-    wanted: dict[str, list[bool | None]] = {}
-    for index in range(2 * len(FAMILIES)):
-        task = make_task(index, SEED, bulk_chars=0)
-        edits = {"gold": (task.bug.bug, task.bug.fix), "overfit": task.bug.overfit}
-        edits |= {f"wrong{number}": edit for number, edit in enumerate(task.bug.wrong)}
-        sources = {"faulty": task.bug.source}
-        for name, (old, new) in edits.items():
-            assert task.bug.source.count(old) == 1, (task.instance_id, name)
-            sources[name] = task.bug.source.replace(old, new)
-        for name, source in sources.items():
-            tree = {**task.files, task.module_path: source, "visible.py": task.bug.tests}
-            write_files(tmp_path / f"{index}-{name}", {**tree, "hidden.py": task.bug.hidden_tests})
-            visible, hidden = {"gold": (True, True), "overfit": (True, False)}.get(name, (False, None))
-            wanted[f"{index}-{name}"] = [visible, hidden]
-    answer = subprocess.run(
-        [sys.executable, "-c", TREE_RUNNER, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    found = json.loads(answer.stdout)
-    assert found.keys() == wanted.keys()
-    for name, (visible, hidden) in wanted.items():
-        assert found[name][0] is visible, name
-        assert hidden is None or found[name][1] is hidden, name
-
-
-def test_two_hundred_tasks_all_differ() -> None:
-    tasks = [make_task(index, SEED, bulk_chars=0) for index in range(200)]
-    assert len({task.bug.source for task in tasks}) == 200
-    assert len({task.problem_statement for task in tasks}) == 200
-    assert len({task.instance_id for task in tasks}) == 200
-    assert make_task(7, SEED, bulk_chars=0).bug != make_task(7, SEED + 1, bulk_chars=0).bug
-
-
-def test_every_style_of_edit_gives_the_same_file(tmp_path: Path) -> None:
-    for index in range(len(FAMILIES)):
-        task = make_task(index, SEED, bulk_chars=0)
-        box = open_sandbox(tmp_path / str(index), task.files, git=None)
-        edit = (task.bug.bug, task.bug.fix)
-        module = box.workdir / task.module_path
-        run_command(box, missed_edit_command(task.module_path, task.bug.source, edit))
-        assert module.read_text() == task.bug.source
-        commands = {edit_command(random.Random(seed), task.module_path, task.bug.source, edit) for seed in range(12)}
-        for command in commands:
-            module.write_text(task.bug.source)
-            result = run_command(box, command)
-            assert result.returncode == 0, (command, result.output)
-            assert module.read_text() == task.bug.source.replace(*edit), command
-
-
-def test_pdb_stops_at_the_bug_and_its_values_are_read(tmp_path: Path) -> None:
-    for index in range(len(FAMILIES)):
-        task = make_task(index, SEED, bulk_chars=0)
-        box = open_sandbox(tmp_path / str(index), task.files, git=None)
-        result = run_command(box, pdb_command(task))
-        values = pdb_values(task, result.output)
-        assert f"> /testbed/{task.module_path}({task.stop_line})" in result.output, result.output
-        assert len(values) == len(task.bug.watch)
-        assert not any(value.startswith("***") for value in values), values
 
 
 # --- runs ------------------------------------------------------------------------------------------------------
@@ -322,7 +213,7 @@ def test_short_runs_are_as_long_as_asked(batch: tuple[Path, SampleReport]) -> No
     assert (report.min_tokens, report.max_tokens) == (int(min(lengths)), int(max(lengths)))
 
 
-@pytest.mark.parametrize(("target", "runs_per_task"), [(8_000, 4), (32_000, 1), (80_000, 2)])
+@pytest.mark.parametrize(("target", "runs_per_task"), [(8_000, 4), (80_000, 2)])
 def test_long_runs_are_as_long_as_asked(tmp_path: Path, target: int, runs_per_task: int) -> None:
     generate_samples(tmp_path, n_tasks=1, seed=3, runs_per_task=runs_per_task, target_tokens=target)
     lengths = {name: n_tokens(trajectory) for name, trajectory in trajectories(tmp_path)}
@@ -338,74 +229,6 @@ def test_a_range_of_lengths_is_drawn_per_run(tmp_path: Path) -> None:
     assert max(lengths) < 1.25 * 20_000
     assert max(lengths) > 1.5 * min(lengths)
     assert report.n_runs == 4
-
-
-# --- the sandbox -----------------------------------------------------------------------------------------------
-
-
-def test_normalise_rewrites_only_what_differs(sandbox: Sandbox) -> None:
-    text = (
-        f'File "{sandbox.workdir}/a.py", line 3\n<f at 0x7f12ab34cd56>\n1 passed in 12.31s\n'
-        "================ 1 failed, 2 passed in 61.20s (0:01:01) =================\n0x10 in 3 s\n"
-    )
-    lines = normalise(text, sandbox).splitlines()
-    assert lines[:3] == ['File "/testbed/a.py", line 3', "<f at 0x7f0000000000>", "1 passed in 0.05s"]
-    assert lines[3] == " 1 failed, 2 passed in 0.05s ".center(80, "=")
-    assert lines[4] == "0x10 in 3 s"
-    header = "platform linux -- Python 3.11.7, pytest-9.2.0, pluggy-1.6.0 -- /usr/bin/python"
-    assert normalise(header, sandbox) == "platform linux -- Python 3.11, pytest-9.2.0 -- /usr/bin/python"
-
-
-def test_commands_do_not_see_the_environment(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET_OF_THE_USER", "x")
-    result = run_command(sandbox, "env | cut -d= -f1 | sort | tr '\\n' ' '; echo; pwd; exit 3")
-    assert "SECRET_OF_THE_USER" not in result.output
-    assert result.output.splitlines()[1] == "/testbed"
-    assert result.returncode == 3
-
-
-def test_without_git_the_patch_is_the_same_but_for_the_index_line(tmp_path: Path) -> None:
-    git = shutil.which("git")
-    if git is None:
-        pytest.skip("git is not installed; there is nothing to compare with")
-    task = make_task(1, SEED, bulk_chars=0)
-    patches = []
-    for name, program in (("with", git), ("without", None)):
-        box = open_sandbox(tmp_path / name, task.files, git=program)
-        (box.workdir / task.module_path).write_text(task.bug.source.replace(task.bug.bug, task.bug.fix))
-        patches.append(run_command(box, f"{box.patch_command} {task.domain.package}").output.splitlines())
-    assert [line for line in patches[0] if not line.startswith("index ")] == patches[1]
-    assert len(patches[1]) > 5
-
-
-def test_runs_can_be_made_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    report = generate_samples(tmp_path / "out", n_tasks=1, seed=SEED, runs_per_task=1)
-    _, trajectory = next(trajectories(tmp_path / "out"))
-    assert report.patches_by == "difflib"
-    assert "make-patch" in trajectory["messages"][1]["content"]
-    assert trajectory["info"]["submission"].startswith("diff --git a/")
-    assert report.n_resolved == 1
-
-
-def test_grading_takes_back_changed_tests_and_adds_hidden_ones(tmp_path: Path) -> None:
-    task = make_task(0, SEED, bulk_chars=0)
-    gold = task.bug.source.replace(task.bug.bug, task.bug.fix)
-    overfit = task.bug.source.replace(*task.bug.overfit)
-    outcomes = []
-    for name, source in (("tampered", task.bug.source), ("overfit", overfit), ("gold", gold)):
-        box = open_sandbox(tmp_path / name, task.files, git=None)
-        (box.workdir / task.module_path).write_text(source)
-        assert run_command(box, tamper_command(task)).returncode == 0
-        assert run_command(box, f"python -m pytest -q {task.test_path}").returncode == 0
-        (box.workdir / task.test_path).write_text("def test_broken():\n    assert False\n")
-        outcomes.append(passes_tests(box, task))
-    assert outcomes == [False, False, True]
-
-
-def test_failure_line_is_the_first_that_pytest_marks() -> None:
-    assert failure_line("x\nE       assert 1 == 2\nE   and more\n") == "assert 1 == 2"
-    assert failure_line("all fine") == ""
 
 
 # --- the folder, and errors ------------------------------------------------------------------------------------
