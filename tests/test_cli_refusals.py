@@ -101,7 +101,7 @@ def test_a_call_waits_for_the_one_before(tmp_path: Path) -> None:
             with pytest.raises(TimeoutError):
                 call.result(timeout=0.5)
             assert not (out / "ingest.json").exists()
-        assert call.result(timeout=30).n_rows == 1
+        assert call.result(timeout=300).n_rows == 1
 
 
 def _n_rows(paths: list[str], out: Path) -> int:

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from training_inputs import make_adapter, make_model, make_tables, ref_of, simpo_spec
+import torch
+from safetensors.torch import load_file
+from training_inputs import make_adapter, make_model, make_tables, simpo_spec
 
 from artifacts.store import Store, write_atomically
-from engine.session import latest_checkpoint
+from engine import preference
+from engine.collectives import Group
+from engine.session import Stop, latest_checkpoint
 from schemas.config import (
     EvaluateConfig,
     LoraConfig,
@@ -38,6 +42,9 @@ from tasks.simpo import simpo
 CONFIG = SimpoConfig(
     optimizer=OptimizerConfig(learning_rate=5e-3, warmup_share=0.0), epochs=4, accumulation=2, save_steps=3, seed=3
 )
+
+SOON_S = 120
+"""20 to 25 s on a machine that does nothing else; what must not happen is that ranks wait for half an hour."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +88,7 @@ def at_step(step: int, act: Callable[[], None]) -> Callable[[str], None]:
 
 
 def test_killed_rank_takes_the_group_down_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    """kill -9 of rank 1 after a checkpoint, with a stale port 29500 in the way all along."""
+    """kill -9 of rank 1 after a checkpoint, with a stale port 29500 in the way all along; against one process here."""
     spec = simpo_spec(tmp_path / "inputs", CONFIG.model_copy(update={"epochs": 6}))  # 24 steps: killed midway
     path = prepare(tmp_path / "run", spec)
     killed_at = 0.0
@@ -98,7 +105,7 @@ def test_killed_rank_takes_the_group_down_and_the_next_run_goes_on(tmp_path: Pat
         stale.listen()
         with pytest.raises(StageError, match="rank 1 was ended by SIGKILL"):
             launch(path, n_processes=2, log=at_step(5, kill))
-        assert time.monotonic() - killed_at < 30
+        assert time.monotonic() - killed_at < SOON_S
         assert not ranks_of(path.parent)
         assert not (path.parent / "adapter").exists()
         assert latest_checkpoint(path.parent) is not None
@@ -108,12 +115,12 @@ def test_killed_rank_takes_the_group_down_and_the_next_run_goes_on(tmp_path: Pat
     assert 3 <= resumed.resumed_from_step < resumed.n_steps
     assert resumed.resumed_from_step % CONFIG.save_steps == 0
 
-    whole = prepare(tmp_path / "whole", spec)
-    launch(whole, n_processes=2)
-    uninterrupted = TrainReport.model_validate_json((whole.parent / "report.json").read_text())
-    assert [point.loss for point in resumed.curve] == [point.loss for point in uninterrupted.curve]
-    adapters = [ref_of(folder.parent / "adapter", "adapter").sha256 for folder in (path, whole)]
-    assert adapters[0] == adapters[1]
+    assert spec.simpo is not None
+    whole = preference.train(spec, spec.simpo, Group(), tmp_path / "whole", Stop())
+    assert [point.loss for point in resumed.curve] == pytest.approx([point.loss for point in whole.curve], rel=1e-9)
+    got, want = (load_file(out / "adapter" / "adapter_model.safetensors") for out in (path.parent, tmp_path / "whole"))
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-9, atol=1e-12)  # measured: 6e-17
 
 
 def test_rank_out_of_memory_ends_the_run_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +140,7 @@ def test_rank_out_of_memory_ends_the_run_with_advice(tmp_path: Path, monkeypatch
     with pytest.raises(StageError, match=r"rank 1: out of memory .* 1.17 GiB. To go on: set model.engine"):
         launch(path, n_processes=2, log=lambda line: lines.append((time.monotonic(), line)))
     last_step_at = max(at for at, line in lines if "step " in line)
-    assert time.monotonic() - last_step_at < 30
+    assert time.monotonic() - last_step_at < SOON_S
     assert not ranks_of(path.parent)
     assert latest_checkpoint(path.parent) is not None
     assert not (path.parent / "adapter").exists()
@@ -256,7 +263,7 @@ def test_workers_end_when_their_launcher_dies(tmp_path: Path) -> None:
         launch(path, log=at_step(2, lambda: os.kill(os.getpid(), signal.SIGKILL)))
         os._exit(1)
     os.waitpid(child, 0)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + SOON_S
     while ranks_of(path.parent) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not ranks_of(path.parent)

@@ -76,7 +76,7 @@ def test_environment_is_no_switch() -> None:
 def modules_after(statement: str) -> set[str]:
     code = f"{statement}; import sys; print(' '.join(sorted(sys.modules)))"
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True, timeout=300
     )
     return {name for name in result.stdout.split() if "." not in name}
 

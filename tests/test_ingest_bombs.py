@@ -26,7 +26,7 @@ def peak_mib(source: str) -> float:
     """Peak memory of a fresh process that runs the source (ru_maxrss would begin at what the forking process had)."""
     peak = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     code = f"from tasks.sources import *\n{source}\n{peak}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     return int(done.stdout.split()[-1]) / 1024
 
 

@@ -244,14 +244,14 @@ def test_a_500_mb_line_costs_neither_its_neighbours_nor_the_memory(logs: Path) -
         for _ in range(500):
             file.write(b"x" * 1_000_000)
         file.write(b'"}]}\n' + line("after") + b"\n")
-    started = time.perf_counter()
+    started = time.process_time()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = run(logs)
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert first_words(result) == ["good", "before", "after"]
     assert "longer than 256 MiB" in result.report.damaged[0].reason
     assert grown_kib < 700 << 10
-    assert time.perf_counter() - started < 60
+    assert time.process_time() - started < 30  # of CPU time; 2.5 measured
     path.unlink()
 
 

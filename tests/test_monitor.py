@@ -86,7 +86,7 @@ class FakeNvml:
 
 def sampled(path: Path, nvml: FakeNvml) -> GpuMonitor:
     with GpuMonitor(path, nvml, "GPU-1234", sample_s=0.01) as monitor:
-        assert nvml.sampled.wait(10)
+        assert nvml.sampled.wait(60)
     return monitor
 
 
