@@ -1,15 +1,32 @@
 """What every test may ask for."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread would spin while it waits, at the other tests' cost
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test never waits for a hub
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # bitsandbytes compiles for the CPU as it is imported: a second each
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_TRAJECTORIES = REPOSITORY.parent / "shared" / "data" / "trajectories"
+
+LONGEST_FIRST = (
+    *("test_crashes", "test_site", "test_faults", "test_cli_hostile", "test_cli", "test_flow", "test_preference_plans"),
+    *("test_parallel_runs", "test_model", "test_sample", "test_render_engines", "test_render_shared"),
+)
+"""Files that take 15 s or more."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """So that no process is left alone with a long file at the end."""
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +47,48 @@ def shared_dir() -> Path:
     if not SHARED_TRAJECTORIES.is_dir():
         pytest.skip(f"real agent runs are not beside the checkout ({SHARED_TRAJECTORIES})")
     return SHARED_TRAJECTORIES
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], Any]], Path]:
+    """`made_once(name, make)` is a folder that `make` fills, once for all test processes. Nobody writes into it."""
+    from artifacts.locks import alone
+
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def folder(name: str, make: Callable[[Path], Any]) -> Path:
+        done = shared / f"{name}.done"
+        with alone(shared / f"{name}.lock"):
+            if not done.exists():
+                make(shared / name)
+                done.touch()
+        return shared / name
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def samples(made_once: Callable[[str, Callable[[Path], Any]], Path]) -> Path:
+    """Eight sample runs of four tasks."""
+    from tasks.sample.generate import generate_samples
+
+    return made_once(
+        "samples", lambda out: generate_samples(out, n_tasks=4, seed=0, runs_per_task=2, target_tokens=2_000)
+    )
+
+
+@pytest.fixture(scope="session")
+def prefect_database(made_once: Callable[[str, Callable[[Path], Any]], Path]) -> Path:
+    """A new database of Prefect's. Copied into a PREFECT_HOME it saves a server some seconds of migrations."""
+
+    def migrate(home: Path) -> None:
+        home.mkdir()
+        prefect = Path(sys.executable).parent / "prefect"
+        environment = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+        subprocess.run([prefect, "server", "database", "upgrade", "--yes"], env=environment, check=True)
+
+    return made_once("prefect", migrate) / "prefect.db"
 
 
 @pytest.fixture

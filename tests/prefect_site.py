@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,8 +17,6 @@ from typing import Any
 
 import psutil
 from conftest import REPOSITORY
-
-from tasks.sample.generate import generate_samples
 
 BIN = Path(sys.executable).parent
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -39,13 +38,12 @@ def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
     raise AssertionError(f"{what}: not within {limit_s} s")
 
 
-def write_config(folder: Path, *, n_tasks: int = 6, more: str = "") -> Path:
-    """A run of the tiny model on samples made on the spot, all of it below a folder."""
-    generate_samples(folder / "samples", n_tasks=n_tasks, seed=0, runs_per_task=2, target_tokens=2_000)
+def write_config(folder: Path, samples: Path, more: str = "") -> Path:
+    """A run of the tiny model on sample runs, with everything it writes below a folder."""
     path = folder / "run.toml"
     path.write_text(
         f'name = "site"\nstore = "{folder / "store"}"\n'
-        f'[source]\npaths = ["{folder / "samples"}"]\n'
+        f'[source]\npaths = ["{samples}"]\n'
         "[lora]\nr = 4\n[split]\nheldout_share = 0.3\nsalt = 'f'\n[evaluate]\nbootstrap_samples = 100\n" + more
     )
     return path
@@ -64,9 +62,11 @@ def trainings(folder: Path) -> list[int]:
 class Site:
     """The server's database and every log lie in `folder`. Nothing of it outlives `stop`."""
 
-    def __init__(self, folder: Path, password: str = "") -> None:
-        """With a password, server and clients have it as docs/OPERATE.md says."""
+    def __init__(self, folder: Path, database: Path, password: str = "") -> None:
+        """Begins with a copy of the database. With a password, server and clients have it as docs/OPERATE.md says."""
         self.folder = folder
+        (folder / "prefect").mkdir()
+        shutil.copy(database, folder / "prefect")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/api"
         self.environment = {

@@ -10,23 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
-from test_cli import DEMO, invoke, processes_of, settings, start, wait_for
+from commands import DEMO, ended, invoke, processes_of, settings, started, wait_for, with_database
 
 from artifacts.gc import inventory
 from artifacts.store import Store
 from schemas.config import ModelConfig
 from schemas.errors import StageError
 from tasks.model import prepare_model
-from tasks.sample.generate import generate_samples
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("samples")
-    generate_samples(folder, n_tasks=3, seed=0, runs_per_task=2, target_tokens=2_000)
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -150,9 +141,9 @@ def test_model_that_cannot_be_written_is_a_stage_error_and_leaves_nothing(tmp_pa
 def test_private_api_that_cannot_start_says_why(samples: Path, tmp_path: Path) -> None:
     (tmp_path / "store" / "prefect").mkdir(parents=True)
     (tmp_path / "store" / "prefect" / "prefect.db").write_bytes(b"no database" * 1000)
-    process = start("ingest", DEMO, *settings(tmp_path / "store", samples))
-    _, err = process.communicate(timeout=180)
-    one_line(process.returncode, err, "server.log: the private Prefect API ended: ")
+    with started("ingest", DEMO, *settings(tmp_path / "store", samples)) as process:
+        _, err = ended(process, 2)
+    one_line(2, err, "server.log: the private Prefect API ended: ")
     assert "file is not a database" in err
 
 
@@ -204,43 +195,42 @@ def test_damaged_alias_stops_the_clean_up(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_at_once_on_a_fresh_store_compute_once(samples: Path, tmp_path: Path) -> None:
-    both = [start("render", DEMO, *settings(tmp_path / "store", samples), "--json") for _ in range(2)]
-    outcomes = []
-    for process in both:
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
-        outcomes.append([stage["outcome"] for stage in json.loads(out)["stages"]])
+    words = ("render", DEMO, *settings(tmp_path / "store", samples), "--json")
+    with started(*words) as one, started(*words) as other:
+        reports = [json.loads(ended(process)[0]) for process in (one, other)]
+    outcomes = [[stage["outcome"] for stage in report["stages"]] for report in reports]
     assert all(sorted(pair) == ["cached", "ran"] for pair in zip(*outcomes, strict=True)), outcomes
 
 
 @pytest.mark.slow
-def test_killed_run_goes_on_and_leaves_no_process(samples: Path, tmp_path: Path) -> None:
-    """kill -9 in the middle of training, then the same command again."""
-    more = ("sft.epochs=12", "sft.save_steps=2", "lora.r=2")
-    words = ("sft", DEMO, *settings(tmp_path / "store", samples, *more), "--json")
-    process = start(*words)
-    checkpoints = tmp_path / "store" / "work"
-    wait_for(lambda: list(checkpoints.rglob("*.complete")), 180)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    wait_for(lambda: not processes_of(tmp_path, "engine.train"), 30)
-    again = start(*words)
-    out, err = again.communicate(timeout=240)
-    assert again.returncode == 0, err
-    assert json.loads(out)["sft"]["report"]["resumed_from_step"] >= 2
-    wait_for(lambda: not processes_of(tmp_path, "tasks.local_server"), 30)
+def test_interrupted_and_killed_runs_leave_no_process_and_go_on(
+    samples: Path, prefect_database: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C in the middle of training, the same command again with kill -9 in the middle, and again to the end."""
+    store = with_database(tmp_path / "store", prefect_database)
+    more = ("sft.epochs=5", "sft.save_steps=2", "lora.r=2")  # 15 steps
+    words = ("sft", DEMO, *settings(store, samples, *more), "--json")
 
+    def checkpoints() -> set[str]:
+        return {path.name for path in (store / "work").rglob("*.complete")}
 
-def test_inline_run_starts_work_within_ten_seconds(samples: Path, tmp_path: Path) -> None:
-    """From the command to the first stage on a fresh store, with a private API that boots beside it.
+    def nothing_is_left() -> bool:
+        return not processes_of(tmp_path, "engine.train") and not processes_of(tmp_path, "tasks.local_server")
 
-    In seconds of each process's own CPU time, which other tests do not lengthen: 2.2 for the command and 7.6 for the
-    API (3.3 on a store that exists) where the wall clock said 8.7 (3.8) on two busy cores.
-    """
-    process = start("ingest", DEMO, *settings(tmp_path / "store", samples))
-    wait_for(lambda: list((tmp_path / "store" / "runs").glob("*.json")), 120)
-    command = psutil.Process(process.pid)
-    used = [sum(one.cpu_times()[:2]) for one in (command, *command.children())]
-    process.communicate(timeout=120)
-    assert len(used) == 2
-    assert max(used) < 10.0
+    with started(*words) as process:
+        wait_for(checkpoints)
+        process.send_signal(signal.SIGINT)
+        out, err = ended(process, 130)
+    assert json.loads(out)["error"].startswith("interrupted")
+    assert "Traceback" not in err
+    wait_for(nothing_is_left)
+    saved = checkpoints()
+    assert saved
+    with started(*words) as process:
+        wait_for(lambda: checkpoints() - saved)
+        process.send_signal(signal.SIGKILL)
+    wait_for(nothing_is_left)
+    with started(*words) as process:
+        out, _ = ended(process)
+    assert json.loads(out)["sft"]["report"]["resumed_from_step"] >= 4
+    wait_for(nothing_is_left)
