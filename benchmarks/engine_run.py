@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,17 +50,20 @@ class Run:
     def note(self, result: dict[str, Any]) -> None:
         append_result(self.out, result | {"left_s": round(self.left_s, 1)})
 
-    def attempt(self, name: str, estimate_s: float, work: Callable[[], dict[str, Any]]) -> None:
-        """Runs and notes one case; what goes wrong in it is noted in its place."""
+    def attempt(self, name: str, estimate_s: float, work: Callable[[], dict[str, Any]]) -> bool:
+        """Runs and notes one case, and returns whether it was done; what goes wrong in it is noted in its place."""
         if estimate_s > self.left_s:
             self.note({"what": "skipped", "case": name, "estimate_s": round(estimate_s, 1)})
-            return
+            return False
         started = time.monotonic()
         try:
             result = work()
         except FAILURES as error:
             result = {"what": "failed", "case": name, "error": f"{type(error).__name__}: {error}"[:600]}
+        if result["what"] == "failed":
+            gc.collect()  # a walk that nothing uses any more must not hold the host buffer: there is no room for two
         self.note(result | {"case": name, "took_s": round(time.monotonic() - started, 1)})
+        return result["what"] != "failed"
 
 
 def _model(dry: bool, config: dict[str, Any]) -> Any:
@@ -136,8 +140,8 @@ class _Measurement:
             expected_s = CASE_S if self.dry else estimate_s(self.bench, case, self.peak_tflops)
         except UserError:
             expected_s = 0.0  # it fits no plan: the attempt says so in its row
-        self.run.attempt(case.text, expected_s, measured)
-        if case.profile and not self.dry:
+        done = self.run.attempt(case.text, expected_s, measured)
+        if done and case.profile and not self.dry:
             self.run.attempt(
                 f"idle {case.text}", 1.5 * floor + CASE_S, lambda: idle_of_step(self.bench, case.n_tokens)
             )  # fmt: skip

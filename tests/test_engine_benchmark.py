@@ -151,6 +151,18 @@ def test_every_call_in_the_documentation_runs(tmp_path: Path) -> None:
     assert seen >= {"steps", "profile", "staged", "stride", "place", "plan_gib", "layers"}
 
 
+def test_a_run_goes_on_after_a_case_that_fails_and_says_what_its_time_left_out(tmp_path: Path) -> None:
+    """51,200 tokens, divided by 512, are too many for 0.1 MiB; a deadline that has passed leaves no case to try."""
+    engine_longcontext.main([str(tmp_path / "1"), "51200@0.0001", "51200@4,steps=1", "--dry"])
+    rows = [line for line in lines_of(tmp_path / "1") if line.get("case", "").startswith("51200")]
+    assert [row["what"] for row in rows] == ["failed", "walk"]
+    assert "does not fit" in rows[0]["error"]
+    words = ["51200@4", "--unsloth", "32768,3", "--first-token", "51200", "--peers", "trl:51200", "--deadline-s", "0"]
+    engine_longcontext.main([str(tmp_path / "2"), *words, "--dry"])
+    skipped = [line["case"] for line in lines_of(tmp_path / "2") if line["what"] == "skipped"]
+    assert skipped == ["pin", "51200@4", "unsloth", "first token 51200", "trl 51200"]
+
+
 def test_a_wrong_case_is_told_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         engine_longcontext.main([str(tmp_path / "out.jsonl"), "300@4", "--last", "300@4,tiles=2", "--dry"])
