@@ -146,6 +146,9 @@ class Site:
     def get(self, path: str) -> Any:
         return self._request(urllib.request.Request(f"{self.url}/{path}", headers=self.headers))
 
+    def call(self, method: str, path: str) -> Any:
+        return self._request(urllib.request.Request(f"{self.url}/{path}", headers=self.headers, method=method))
+
     def run(self, deployment: str, **parameters: Any) -> str:
         """Submits a run of `flow/deployment`, as the UI does; its id."""
         found = self.get(f"deployments/name/{deployment}")

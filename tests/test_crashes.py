@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,38 @@ def test_bad_night_is_told_and_a_failed_day_is_not(host: Host) -> None:
     assert "/nowhere: no such file or folder" in message["body"]
     assert f"runs/flow-run/{night['id']}" in message["body"]
     assert host.webhook.about(day) == []
+
+
+def test_run_that_nobody_takes_is_told_and_one_that_never_starts_is_ended(host: Host) -> None:
+    """The automations `no-night` and `stuck`, with seconds for their hour and half hour."""
+    shortened = []
+    for automation in host.post("automations/filter"):
+        if automation["name"] in ("traceforge-no-night", "traceforge-crash-stuck-runs"):
+            host.call("DELETE", f"automations/{automation['id']}")
+            automation["trigger"]["within"] = 10  # the least that Prefect takes
+            shortened.append({key: automation[key] for key in ("name", "trigger", "actions")})
+    assert len(shortened) == 2
+    made = [host.post("automations/", **automation)["id"] for automation in shortened]
+    deployment = host.get("deployments/name/traceforge/nightly")["id"]
+    tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    waiting = {"type": "SCHEDULED", "state_details": {"scheduled_time": tomorrow}}  # so that no worker takes it
+    nights = {
+        name: host.post(f"deployments/{deployment}/create_flow_run", parameters={}, state=waiting)
+        for name in ("late", "stuck")
+    }
+    host.post(f"flow_runs/{nights['late']['id']}/set_state", state=waiting | {"name": "Late"}, force=True)
+    host.post(f"flow_runs/{nights['stuck']['id']}/set_state", state={"type": "PENDING"}, force=True)
+    ended = host.ended(nights["stuck"]["id"], 60)
+    assert (ended["state_type"], ended["state"]["message"]) == (
+        "CRASHED",
+        "taken by a worker 30 min ago and never started",
+    )
+    link = f"runs/flow-run/{nights['late']['id']}"
+    (message,) = wait_for(lambda: [m for m in host.webhook.messages if link in m["body"]], 60, "the notification")
+    assert message["text"] == "traceforge: the night has not begun"
+    host.call("DELETE", f"flow_runs/{nights['late']['id']}")
+    for automation in made:  # nothing below needs them
+        host.call("DELETE", f"automations/{automation}")
 
 
 def test_training_goes_on_while_the_server_is_away(host: Host) -> None:
