@@ -9,8 +9,9 @@ import json
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from typing_extensions import Buffer
@@ -92,15 +93,16 @@ def _fsync(path: Path) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a small text file so that a reader sees the old or the new one, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise
     _fsync(path.parent)
 
@@ -125,11 +127,16 @@ class Store:
             raise UserError(
                 f"cannot create the artifact store: {error.strerror}",
                 where=self.root,
-                fix="set `store` to a writable folder",
+                fix="choose a writable folder",
             ) from error
 
     def _target(self, kind: Kind, sha256: str, name: str) -> Path:
         return self.root / kind / sha256[:16] / name
+
+    def clear_staging(self) -> None:
+        """Deletes what killed processes left half done; only for the one process that uses the store."""
+        for folder in (self.root / "staging").iterdir():
+            shutil.rmtree(folder, ignore_errors=True)
 
     @contextmanager
     def staging(self) -> Iterator[Path]:

@@ -9,7 +9,7 @@ import json
 import sqlite3
 import sys
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, NoReturn, cast, get_args
 
 import typer
 from pydantic import BaseModel
@@ -106,17 +106,37 @@ def _refused_by_the_system(error: OSError | sqlite3.OperationalError) -> UserErr
     return None
 
 
+UsageError: Any = typer.BadParameter.__base__
+"""Of the click that typer brings along, or of click itself, by typer's version."""
+
+
+def _misused(error: Any, as_json: bool) -> NoReturn:
+    """A command line that cannot be understood, in the words of the library but on one line, then exit code 2."""
+    command = error.ctx.command_path if error.ctx else "traceforge"
+    said = " ".join(error.format_message().split()).rstrip(".")
+    _complain(UserError(said[:1].lower() + said[1:], where=command, fix=f"{command} --help"), as_json)
+    sys.exit(EXIT_BAD_INPUT)
+
+
 class Commands(TyperGroup):
     """A command group whose errors are lines. What it does not expect is a bug, and stays a traceback."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.meta["json"] = "--json" in args
-        return super().parse_args(ctx, args)  # pyright: ignore[reportArgumentType]
+        is_bare = not args
+        try:
+            return super().parse_args(ctx, args)  # pyright: ignore[reportArgumentType]
+        except UsageError as error:
+            if is_bare:  # it shows the help
+                raise
+            _misused(error, ctx.meta["json"])
 
     def invoke(self, ctx: typer.Context) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
         as_json = ctx.meta["json"]
         try:
             return super().invoke(ctx)  # pyright: ignore[reportArgumentType]
+        except UsageError as error:
+            _misused(error, as_json)
         except UserError as error:
             _complain(error, as_json)
             sys.exit(EXIT_BAD_INPUT)

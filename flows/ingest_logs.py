@@ -44,6 +44,7 @@ def _put(source: Path, target: Path) -> None:
     temporary.unlink(missing_ok=True)
     link_or_copy(source, temporary)
     os.replace(temporary, target)
+    temporary.unlink(missing_ok=True)  # still there if both were names of one file
 
 
 @contextmanager
@@ -93,7 +94,8 @@ def ingest_logs(
 
 
 def _ingest_into(out: Path, config: SourceConfig, store: Store) -> IngestLogsReport:
-    done = ingest(config, store)
+    store.clear_staging()  # of calls that were killed: here is no other
+    done = ingest(config, store, only=True)
     payload = Path(done.trajectories.path)
     _put(payload, out / TABLE)
     for folder in (store.root / done.trajectories.kind).iterdir():

@@ -37,7 +37,13 @@ def look(
     _require_file(file, "give a log file, or a trajectories, branches or pairs table")
     model = prepare_model(config.model, Store(config.store)).model
     report = inspect_file(
-        file, model, config.render, row=row, chat_template=config.model.chat_template, branches=branches
+        file,
+        model,
+        config.render,
+        row=row,
+        chat_template=config.model.chat_template,
+        branches=branches,
+        redact=config.source.redact,
     )
     if html is not None:
         try:

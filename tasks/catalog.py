@@ -4,6 +4,7 @@ Rows lie in segments, Arrow streams written once. A file whose size and times ar
 removed file simply is not asked for. Everything here can be deleted: it is then read anew.
 """
 
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -14,8 +15,10 @@ from pathlib import Path
 import orjson
 
 from tasks.input_files import InputFile
+from tasks.memory_files import remove
 from tasks.segments import Place, Segment
 
+_NAME = "catalog.sqlite"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
     file TEXT PRIMARY KEY, stamp TEXT NOT NULL, digest TEXT, notes TEXT NOT NULL
@@ -268,17 +271,39 @@ class Catalog:
 
     def forget_missing(self) -> None:
         """Forgets files that nobody asked for and that are on disk no more."""
-        others = self._db.execute("SELECT file FROM files WHERE file NOT IN (SELECT file FROM wanted)")
-        gone = [name for (name,) in others if not Path(name).exists()]
-        for name in gone:
-            self.forget(name)
+        others = self._db.execute("SELECT file FROM files WHERE file NOT IN (SELECT file FROM wanted)").fetchall()
+        for (name,) in others:
+            if _is_gone(name):
+                self.forget(name)
+
+
+def _is_gone(name: str) -> bool:
+    """False also for what cannot be looked at: it is there, or nobody knows."""
+    try:
+        os.stat(name)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def delete_catalog(folder: Path) -> None:
+    """What the catalog in `folder` knew is read anew."""
+    remove(folder / _NAME)
+    for segment in folder.glob("*.arrow"):
+        segment.unlink(missing_ok=True)
 
 
 @contextmanager
 def open_catalog(folder: Path) -> Iterator[Catalog]:
-    """The catalog in `folder`, for one process at a time; a second one waits."""
+    """The catalog in `folder`, for one process at a time; a second one waits.
+
+    Raises:
+        sqlite3.DatabaseError: the system refuses, or the file is damaged (also while it is in use).
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with closing(sqlite3.connect(folder / "catalog.sqlite", timeout=3600)) as connection:
+    with closing(sqlite3.connect(folder / _NAME, timeout=3600)) as connection:
         connection.executescript(_TABLES)
         connection.execute("BEGIN IMMEDIATE")
         catalog = Catalog(connection)

@@ -5,9 +5,11 @@ for each message just the fields that a plain reading of the export would get wr
 """
 
 import os
+import re
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -18,12 +20,13 @@ from artifacts.tables import iter_rows, open_table
 from schemas.refs import Ref
 from schemas.trajectory import Message, ToolCall, Trajectory
 from tasks.sources import atif, draft, openai_chat, sharegpt
-from tasks.sources.base import METADATA_KEY, json_text
+from tasks.sources.base import METADATA_KEY, digest, json_text
 from tasks.sources.document import loads
 
 Format = Literal["atif", "openai", "sharegpt"]
 
 ATIF_VERSION = "ATIF-v1.6"
+_PLAIN_NAME = re.compile(r"\w[\w-]{0,99}", re.ASCII)
 
 
 def _parsed(text: str | None) -> Any:
@@ -199,7 +202,17 @@ def _whole(path: Path) -> Iterator[IO[bytes]]:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         if not direct:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # a disk that cannot be written says so of a file that is not there, too
+                temporary.unlink()
+
+
+def _document_name(trajectory_id: str, taken: Counter[str]) -> str:
+    """A file name of its own for each run, also where runs share an id (repeats that were kept) or where a log made up
+    one that is no name.
+    """
+    name = trajectory_id if _PLAIN_NAME.fullmatch(trajectory_id) else digest(trajectory_id)
+    taken[name] += 1
+    return f"{name}.json" if taken[name] == 1 else f"{name}.{taken[name]}.json"
 
 
 def export(table: Ref | Path, out: Path, target: Format) -> int:
@@ -217,8 +230,9 @@ def export(table: Ref | Path, out: Path, target: Format) -> int:
     n_runs = 0
     if target == "atif":
         out.mkdir(parents=True, exist_ok=True)
+        taken = Counter[str]()
         for trajectory in trajectories_of(table):
-            with _whole(out / f"{trajectory.trajectory_id}.json") as file:
+            with _whole(out / _document_name(trajectory.trajectory_id, taken)) as file:
                 file.write(orjson.dumps(exporter(trajectory)))
             n_runs += 1
         return n_runs

@@ -9,6 +9,8 @@ Nothing is left out in silence: what cannot be read is quarantined with its reas
 import gc
 import hashlib
 import os
+import shutil
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -25,10 +27,11 @@ from schemas.refs import Ref
 from schemas.reports import Dropped, Ingested
 from schemas.tables import TRAJECTORIES, TRAJECTORY_SCHEMA_VERSION
 from schemas.trajectory import Outcome
-from tasks.catalog import Catalog, open_catalog
+from tasks.catalog import Catalog, delete_catalog, open_catalog
 from tasks.dedupe import near_duplicates, signature
 from tasks.ingest_report import ingest_report
-from tasks.input_files import InputFile, files_digest, find_files, open_digests
+from tasks.input_files import UNREAD, InputFile, delete_digests, files_digest, find_files, open_digests
+from tasks.memory_files import is_damage
 from tasks.read_logs import SegmentWriter
 from tasks.segments import ROWS_PER_BATCH, DamagedSegmentError, Place, SegmentReader
 from tasks.sources import BY_NAME
@@ -36,7 +39,6 @@ from tasks.sources.base import digest
 from tasks.sources.side_files import SideFact, SideIndex
 
 STAGE_VERSION = 6
-_INGESTED = "ingested"
 
 Progress = Callable[[int], None]
 """Called with the number of files done so far."""
@@ -49,8 +51,15 @@ def source_digest(config: SourceConfig, store: Path | None = None) -> str:
     Raises:
         UserError: a path is missing or an empty folder.
     """
-    with open_digests(None if store is None else store / _INGESTED) as digests:
-        return files_digest(find_files(config.paths), digests)
+    folder = None if store is None else _memory_folder(store)
+    try:
+        with open_digests(folder) as digests:
+            return files_digest(find_files(config.paths), digests)
+    except sqlite3.DatabaseError as error:
+        if folder is None or not is_damage(error):
+            raise
+        delete_digests(folder)
+        return source_digest(config, store)
 
 
 # putting the table together -------------------------------------------------------------------------------------
@@ -152,10 +161,22 @@ def _table(folder: Path, catalog: Catalog, reader: SegmentReader, store: Store, 
     return store.add(path, "trajectories", n_rows=n_rows, schema_version=TRAJECTORY_SCHEMA_VERSION, sha256=sha256)
 
 
+def _memory_folder(store: Path) -> Path:
+    """Where this version remembers what it has read: what another one has read is no help to it."""
+    return store / "ingested" / f"v{STAGE_VERSION}.{TRAJECTORY_SCHEMA_VERSION}"
+
+
 def _catalog_folder(config: SourceConfig, store: Store) -> Path:
     """What changes the rows of an unchanged file has a catalog of its own."""
-    key = digest(f"{STAGE_VERSION}/{TRAJECTORY_SCHEMA_VERSION}", config.format, str(config.redact))
-    return store.root / _INGESTED / key[:16]
+    key = digest(config.format, str(config.redact))
+    return _memory_folder(store.root) / key[:16]
+
+
+def _forget_others(folder: Path) -> None:
+    """What lies beside `folder`: rows read by other rules."""
+    for other in folder.parent.iterdir():
+        if other.is_dir() and other != folder:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 @contextmanager
@@ -189,7 +210,7 @@ def _ingest(config: SourceConfig, store: Store, folder: Path, catalog: Catalog, 
             else:
                 yield file
 
-    with open_digests(store.root / _INGESTED) as digests, _collector_paused():
+    with open_digests(_memory_folder(store.root)) as digests, _collector_paused():
         writer = SegmentWriter(folder, config, catalog, digests, file_done)
         writer.write(changed_files())
     catalog.forget_missing()
@@ -205,7 +226,9 @@ def _ingest(config: SourceConfig, store: Store, folder: Path, catalog: Catalog, 
             raise UserError(
                 f"no run found in {report.n_files} files" + (f"; most often: {reasons[0][0]}" if reasons else ""),
                 where=", ".join(config.paths),
-                fix="see docs/FORMATS.md for the formats that are read",
+                fix="run as a user who may read them"
+                if reasons and reasons[0][0].startswith(UNREAD)
+                else "see docs/FORMATS.md for the formats that are read",
             )
         left_out = folder / f"left_out-{ref.sha256[:16]}.jsonl"
         os.replace(listing, left_out)
@@ -216,8 +239,9 @@ def _ingest(config: SourceConfig, store: Store, folder: Path, catalog: Catalog, 
     return Ingested(trajectories=ref, report=report.model_copy(update={"left_out": str(left_out)}))
 
 
-def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = None) -> Ingested:
-    """Reads what is new under `config.paths` and writes one table of all its runs into the store.
+def ingest(config: SourceConfig, store: Store, *, only: bool = False, progress: Progress | None = None) -> Ingested:
+    """Reads what is new under `config.paths` and writes one table of all its runs into the store. What other versions
+    have read is deleted there; `only`: also what was read for another format, or with or without redaction.
 
     Raises:
         UserError: a path is missing, a folder is empty, the format is unknown, or no file holds a run.
@@ -226,10 +250,23 @@ def ingest(config: SourceConfig, store: Store, *, progress: Progress | None = No
         raise UserError(
             f"unknown log format {config.format!r}", where="source.format", fix=f"auto or one of {', '.join(BY_NAME)}"
         )
-    folder = _catalog_folder(config, store)
+    folder, n_rebuilt = _catalog_folder(config, store), 0
     while True:
-        with open_catalog(folder) as catalog:
-            try:
-                return _ingest(config, store, folder, catalog, progress)
-            except DamagedSegmentError as damaged:
-                catalog.forget_segment(damaged.segment)  # its files are read anew
+        try:
+            with open_catalog(folder) as catalog:
+                try:
+                    done = _ingest(config, store, folder, catalog, progress)
+                except DamagedSegmentError as damaged:
+                    catalog.forget_segment(damaged.segment)  # its files are read anew
+                    continue
+            break
+        except sqlite3.DatabaseError as error:
+            if n_rebuilt or not is_damage(error):
+                raise
+            n_rebuilt += 1
+            delete_catalog(folder)
+            delete_digests(folder.parent)
+    _forget_others(folder.parent)
+    if only:
+        _forget_others(folder)
+    return done

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+import re
 import sqlite3
 import stat
 import time
@@ -15,20 +16,27 @@ from pathlib import Path
 from artifacts.store import payload_digest
 from schemas.errors import UserError
 from tasks.content_digest import content_blake3, file_blake3
+from tasks.memory_files import remove
 from tasks.sessions import COPY, event_number, is_event, is_page
 
 
 def path_name(path: Path) -> str:
-    """The path as valid text: names of files are bytes and may hold anything. Bytes that are no UTF-8 are written out
-    as `\\xff`, so that two names never become one.
-    """
+    """The path as valid text, another one for each path: names of files are bytes and may hold anything."""
     return valid_name(str(path))
 
 
 def valid_name(name: str) -> str:
-    """Like `path_name`, for a name as `os.fsdecode` gives it."""
-    return name if name.isascii() else os.fsencode(name).decode("utf-8", "backslashreplace")
+    """Like `path_name`, for a name as `os.fsdecode` gives it. Bytes that are no UTF-8 are written out as `\\xff`. A
+    name that holds such a byte, or four characters that look like one, has its backslashes doubled: so the two differ.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return os.fsencode(name.replace("\\", "\\\\")).decode("utf-8", "backslashreplace")
+    return name.replace("\\", "\\\\") if _LIKE_A_BYTE.search(name) else name
 
+
+_LIKE_A_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 
 EMPTY = "empty file"
 """Why a file without a byte gives no run. Files of the kernel say so too, and reading them can wait for ever."""
@@ -80,16 +88,16 @@ def _event_blake3(path: Path) -> str:
     try:
         return file_blake3(path)
     except OSError:
-        return _UNREAD
+        return UNREAD
 
 
-_UNREAD = "cannot be read"
+UNREAD = "cannot be read"
 """Stands for the digest of a content that cannot be read, whatever the reason was this time."""
 
 
 def unreadable(error: OSError) -> str:
     """Why a file or folder is left out."""
-    return f"{_UNREAD}: {error.strerror or ' '.join(str(error).split())}"
+    return f"{UNREAD}: {error.strerror or ' '.join(str(error).split())}"
 
 
 class DigestBook:
@@ -97,14 +105,14 @@ class DigestBook:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
-        self._db.execute("CREATE TABLE IF NOT EXISTS contents (file TEXT PRIMARY KEY, stamp TEXT, digest TEXT)")
-        self._is_empty = self._db.execute("SELECT 1 FROM contents LIMIT 1").fetchone() is None
+        self._db.execute("CREATE TABLE IF NOT EXISTS digests (file TEXT PRIMARY KEY, stamp TEXT, digest TEXT)")
+        self._is_empty = self._db.execute("SELECT 1 FROM digests LIMIT 1").fetchone() is None
 
     def known(self, file: InputFile) -> str | None:
         """The digest of a file that has not changed since."""
         if self._is_empty or not file.is_settled or not file.stamp:
             return None
-        row = self._db.execute("SELECT stamp, digest FROM contents WHERE file = ?", (file.name,)).fetchone()
+        row = self._db.execute("SELECT stamp, digest FROM digests WHERE file = ?", (file.name,)).fetchone()
         return row[1] if row is not None and row[0] == file.stamp else None
 
     def digest(self, file: InputFile) -> str:
@@ -115,19 +123,31 @@ class DigestBook:
         try:
             digest = file.digest()
         except OSError:
-            return _UNREAD
+            return UNREAD
         if file.is_settled and file.stamp:
-            self._db.execute("INSERT OR REPLACE INTO contents VALUES (?, ?, ?)", (file.name, file.stamp, digest))
+            self._db.execute("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", (file.name, file.stamp, digest))
             self._is_empty = False
         return digest
 
 
+_DIGESTS = "digests.sqlite"
+
+
+def delete_digests(folder: Path) -> None:
+    """The digests that are remembered in a folder are computed anew."""
+    remove(folder / _DIGESTS)
+
+
 @contextmanager
 def open_digests(folder: Path | None) -> Iterator[DigestBook]:
-    """The digest book in a folder; None: one that is forgotten afterwards."""
+    """The digest book in a folder; None: one that is forgotten afterwards.
+
+    Raises:
+        sqlite3.DatabaseError: the system refuses, or the file is damaged (also while it is in use).
+    """
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    path = ":memory:" if folder is None else folder / "digests.sqlite"
+    path = ":memory:" if folder is None else folder / _DIGESTS
     with closing(sqlite3.connect(path, timeout=3600)) as connection:
         yield DigestBook(connection)
         connection.commit()
@@ -265,7 +285,7 @@ def find_files(paths: Iterable[str]) -> Iterator[InputFile]:
             raise UserError(
                 "an empty folder" if folder else "no such file or folder",
                 where=given,
-                fix="set source.paths to files, folders or globs of logged runs",
+                fix="give files, folders or globs of logged runs",
             )
 
 

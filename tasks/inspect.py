@@ -1,7 +1,7 @@
 """`traceforge inspect`: what a run looks like to training: its spans, their tokens, and what is scored.
 
-Reads a log file of any supported format, or a row of a trajectories, branches or pairs table. Files beside a log that
-say how its run ended are joined by ingestion alone: a log looked at by itself has the outcome that it holds.
+Reads a log file of any supported format, packed or not, or a row of a trajectories, branches or pairs table. Files beside
+a log that say how its run ended are joined by ingestion alone: a log looked at by itself has the outcome that it holds.
 """
 
 from collections import Counter
@@ -23,8 +23,10 @@ from schemas.tables import SPAN_KINDS
 from schemas.trajectory import Trajectory
 from tasks.branch_rows import branch_rows, refusal
 from tasks.jinja import RenderError
+from tasks.read_logs import file_runs
 from tasks.renderer import Renderer, make_renderer, render_run
-from tasks.sources import SourceError, parse
+from tasks.sources import SourceError
+from tasks.sources.draft import Run, to_trajectory
 
 
 def inspect_file(
@@ -35,6 +37,7 @@ def inspect_file(
     row: int = 0,
     chat_template: str = "auto",
     branches: Sequence[Path] = (),
+    redact: bool = True,
 ) -> InspectReport:
     """Looks at one run, branch or pair.
 
@@ -42,6 +45,7 @@ def inspect_file(
         path: a log file, or a trajectories, branches or pairs table (.arrow).
         row: which one of the file.
         branches: tables in which a pair's branches are looked up; without any, those of the pairs' store.
+        redact: whether a log's secrets are replaced, as in ingestion.
 
     Raises:
         UserError: the file cannot be read, has no such row, or the run cannot be rendered.
@@ -50,9 +54,8 @@ def inspect_file(
         raise UserError("no such file", where=path)
     renderer = make_renderer(model, chat_template)
     if path.suffix != ".arrow":
-        runs = _parsed(path)
-        _check_row(row, len(runs), path)
-        return _run_report(path, row, len(runs), runs[row], renderer, config)
+        run, n_rows = _logged_run(path, row, redact)
+        return _run_report(path, row, n_rows, to_trajectory(run), renderer, config)
     try:
         table = open_table(path)
     except ArtifactError as error:
@@ -69,18 +72,27 @@ def inspect_file(
     return report.model_copy(update={"pair": _pair_view(values, branches or _beside(path, values), tokenizer)})
 
 
-def _parsed(path: Path) -> list[Trajectory]:
+def _logged_run(path: Path, row: int, redact: bool) -> tuple[Run, int]:
+    """(the run, how many the file holds)."""
+    wanted, n_runs = None, 0
     try:
-        return parse(path.read_bytes(), path.as_posix())
-    except (SourceError, OSError) as error:
+        for run in file_runs(path, redact=redact):
+            wanted = run if n_runs == row else wanted
+            n_runs += 1
+    except SourceError as error:
         raise UserError(str(error), where=path) from error
+    if wanted is None:
+        raise _no_row(row, n_runs, path)
+    return wanted, n_runs
 
 
 def _check_row(row: int, n_rows: int, path: Path) -> None:
     if not 0 <= row < n_rows:
-        raise UserError(
-            f"no row {row}", where=path, fix=f"rows 0 to {n_rows - 1}" if n_rows else "the file holds no run"
-        )
+        raise _no_row(row, n_rows, path)
+
+
+def _no_row(row: int, n_rows: int, path: Path) -> UserError:
+    return UserError(f"no row {row}", where=path, fix=f"rows 0 to {n_rows - 1}" if n_rows else "the file holds no run")
 
 
 def _run_report(

@@ -142,6 +142,20 @@ def _file_runs(
         read.quarantined.append((file.name, str(error)))
 
 
+def file_runs(path: Path, *, redact: bool = True) -> Iterator[Run]:
+    """The runs of one file, whatever holds them, as ingestion would write them.
+
+    Raises:
+        SourceError: there is none; the reason is that of the first thing that was left out.
+    """
+    read, n_runs = _Read(), 0
+    for _, run, _ in _file_runs(InputFile(path), SourceConfig(paths=(str(path),), redact=redact), read, None):
+        n_runs += 1
+        yield run
+    if not n_runs:
+        raise SourceError(next((reason for _, reason in read.quarantined + read.damaged), "the file holds no run"))
+
+
 def _chain(run: Run) -> list[str]:
     """Digest of each opening of the run: after its first message, its second, ..."""
     links = [""]

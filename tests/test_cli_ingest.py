@@ -116,3 +116,20 @@ def test_what_is_exported_is_ingested_as_it_was(tmp_path: Path, target: str) -> 
         for name in ("first", "second")
     )
     assert first == second
+
+
+def test_nothing_of_earlier_calls_stays_in_the_folder(tmp_path: Path) -> None:
+    write(tmp_path / "logs" / "a.json", f"use {TOKEN}")
+    out = tmp_path / "out"
+    assert invoke("ingest", tmp_path / "logs", "--out", out, "--no-redact")[0] == 0
+    left_half_done = out / ".store" / "staging" / "tmpkilled"
+    left_half_done.mkdir(parents=True)
+    for _ in range(2):
+        assert invoke("ingest", tmp_path / "logs", "--out", out)[0] == 0
+        assert not left_half_done.exists()
+        assert {path.name for path in out.iterdir()} == {".store", "trajectories.arrow", "ingest.json", "ingest.md"}
+        for path in out.rglob("*"):
+            assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
+    assert {oct((out / name).stat().st_mode) for name in ("ingest.json", "ingest.md", "trajectories.arrow")} == {
+        "0o100644"
+    }

@@ -82,15 +82,25 @@ def test_a_full_disk_while_ingesting_names_the_folder(tmp_path: Path) -> None:
         (["inspect", "{tmp}/none"], "no such file"),
         (["export", "{tmp}/pipe", "--out", "{tmp}/out"], "a pipe, socket or device"),
         (["export", "{tmp}/a.json", "--out", "{tmp}"], "a folder lies there"),
+        (["ingest"], "ingest: missing argument 'PATH...' ("),
+        (["ingest", "{tmp}/a.json", "--bogus"], "no such option: --bogus"),
+        (["plan", "--tokens", "-1"], "invalid value for '--tokens'"),
+        (["inspect", "{tmp}/a.json", "--row", "abc"], "invalid value for '--row'"),
+        (["nonsense"], "no such command 'nonsense'"),
+        (["--nonsense"], "no such option: --nonsense"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
     write(tmp_path / "a.json", "a")
     os.mkfifo(tmp_path / "pipe")
-    code, complaint = invoke(*[word.format(tmp=tmp_path) for word in arguments])
+    given = [word.format(tmp=tmp_path) for word in arguments]
+    code, complaint = invoke(*given)
     assert code == 2
     (line,) = complaint.splitlines()
     assert expected in line
+    told = CliRunner().invoke(traceforge.app, [*given, "--json"])
+    assert told.exit_code == 2
+    assert f"error: {json.loads(told.stdout)['error']}" == told.stderr.strip()
 
 
 def test_a_call_waits_for_the_one_before(tmp_path: Path) -> None:

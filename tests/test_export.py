@@ -3,16 +3,19 @@
 from pathlib import Path
 
 import orjson
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from artifacts.store import Store
 from schemas.config import SourceConfig
+from schemas.tables import TRAJECTORIES
 from schemas.trajectory import CharSpan, Message, Outcome, ToolCall, Trajectory
+from tasks.columns import record_batch
 from tasks.export import EXPORTERS, Format, export, trajectories_of
 from tasks.ingest import ingest
-from tasks.sources import SourceError, find_adapter, parse, read_document
+from tasks.sources import SourceError, draft, find_adapter, parse, read_document
 from tasks.sources.side_files import read_side_file
 
 FORMATS: tuple[Format, ...] = ("atif", "openai", "sharegpt")
@@ -148,3 +151,16 @@ def test_plain_fields_are_what_other_tools_read() -> None:
         value
         == '<think>\nwhy\n</think>\nlook\n<tool_call>\n{"name": "bash", "arguments": {"command":"ls"}}\n</tool_call>'
     )
+
+
+def test_runs_that_share_an_id_or_name_a_folder_have_a_file_each(tmp_path: Path) -> None:
+    ids = ["same", "same", "../outside", ".hidden", "a/b", "x" * 300]
+    path = tmp_path / "table.arrow"
+    turn = draft.Message(role="assistant", author="policy", content="a")
+    fields = {"task_id": "k", "source_format": "f", "source_path": "p", "source_blake3": "s", "messages": (turn,)}
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, TRAJECTORIES) as writer:
+        writer.write_batch(record_batch([draft.Run(trajectory_id=name, **fields) for name in ids]))
+    assert export(path, tmp_path / "out", "atif") == len(ids)
+    assert len(list((tmp_path / "out").iterdir())) == len(ids)
+    assert {"same.json", "same.2.json"} < {path.name for path in (tmp_path / "out").iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == {"table.arrow", "out"}

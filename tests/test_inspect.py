@@ -1,5 +1,6 @@
 """Inspecting a run, a branch and a pair: the report, the terminal and the page."""
 
+import gzip
 import json
 import re
 import shutil
@@ -129,6 +130,20 @@ def test_a_log_file_of_a_real_run(shared_dir: Path, model: Ref) -> None:
     assert report.branch is not None
     assert report.branch.n_turns_scored == 14
     assert json.loads(report.model_dump_json())["branch"]["n_scored"] == report.branch.n_scored
+
+
+def test_a_packed_log_is_looked_at_as_ingestion_reads_it(tmp_path: Path, model: Ref) -> None:
+    token = "ghp_" + "wWPw5k4aXcaT4fNP0UcnZwJUVFk6LO0pINUx"
+    lines = [json.dumps({"messages": [{"role": "user", "content": f"{name} {token}"},
+                                      {"role": "assistant", "content": "ok"}]}) for name in "ab"]  # fmt: skip
+    path = tmp_path / "runs.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    shown = inspect_file(path, model, RenderConfig(), row=1)
+    assert shown.n_rows == 2
+    assert "b [github_token-1]" in printed(shown)
+    assert token in printed(inspect_file(path, model, RenderConfig(), row=1, redact=False))
+    with pytest.raises(UserError, match="rows 0 to 1"):
+        inspect_file(path, model, RenderConfig(), row=2)
 
 
 def test_a_log_without_an_outcome_says_who_reads_the_files_beside_it(shared_dir: Path, model: Ref) -> None:
