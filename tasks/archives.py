@@ -10,35 +10,40 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
-import pyarrow.parquet as pq
 import zstandard
 
 from tasks.containers import (
     DAMAGE,
+    HEAD_BYTES,
+    UTF8_MARK,
     Budget,
     ReadError,
     Unpacked,
     Unreadable,
     at_least_one,
     foreign_container,
+    is_read_in_pieces,
     leads_outside,
+    nested_container,
     one_line,
     whole_lines,
 )
 from tasks.content_digest import file_blake3
 from tasks.input_files import path_name, unreadable, valid_name
+from tasks.row_documents import parquet_documents
 from tasks.sessions import COPY, HeldEvents
-from tasks.sources import Document, SourceError, find_adapter, load_document, read_document
+from tasks.sources import Document, SourceError, load_document, read_document
 from tasks.sources.document import read_lines
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """A longer document, line or member is refused: parsed, it would take several times as much memory."""
 
 Loader = Callable[..., Document]
-"""`load_document`, or the same for one format."""
+"""`load_document` for a format."""
 
 _PIECE_BYTES = 16 << 20
 _ZIP_ZSTANDARD = 93  # Python's zipfile reads it from 3.14 on
@@ -78,11 +83,9 @@ def _member_documents(
 
 
 def _member_document(data: bytes, path: str, load: Loader) -> Document | Unreadable:
-    if data[:4] in (b"PK\x03\x04", b"PAR1") or data[:2] == b"\x1f\x8b" or data[257:262] == b"ustar":
-        return Unreadable(path, "an archive inside an archive: unpack the outer one first")
-    foreign = foreign_container(data[:16])
-    if foreign:
-        return Unreadable(path, foreign)
+    container = nested_container(data[:HEAD_BYTES])
+    if container:
+        return Unreadable(path, container)
     try:
         return load(data, path)
     except SourceError as error:
@@ -192,25 +195,32 @@ def _tar_members(file: Path, stream: IO[bytes] | Unpacked) -> Iterator[tuple[str
             yield member, content.read() if content else b""
 
 
-def _gzip_documents(file: Path, load: Loader, blake3: str | None) -> Iterator[Document | Unreadable]:
+def _gzip_documents(file: Path, source_format: str, blake3: str | None) -> Iterator[Document | Unreadable]:
     n_bytes = file.stat().st_size
     with gzip.open(file) as probe:
-        is_tar = Unpacked(probe, Budget(n_bytes)).read(262)[257:262] == b"ustar"
+        head = Unpacked(probe, Budget(n_bytes)).read(HEAD_BYTES)
+    is_tar = head[257:262] == b"ustar"
+    container = None if is_tar else nested_container(head)
+    if container:
+        raise SourceError(container)
     with gzip.open(file) as packed:
         stream = Unpacked(packed, Budget(n_bytes))
         if is_tar:
+            load = partial(load_document, source_format=source_format)
             yield from at_least_one(_member_documents(_tar_members(file, stream), load))
             if stream.problem:
                 raise SourceError(f"damaged archive: {stream.problem}")
         else:
-            yield from _gzip_lines(file, stream, load, blake3)
+            yield from _gzip_lines(file, stream, source_format, blake3)
 
 
-def _gzip_lines(file: Path, stream: Unpacked, load: Loader, blake3: str | None) -> Iterator[Document | Unreadable]:
+def _gzip_lines(
+    file: Path, stream: Unpacked, source_format: str, blake3: str | None
+) -> Iterator[Document | Unreadable]:
     """Of a file that was cut, what stands before the cut; the cut is a problem of the last document."""
     last: Document | Unreadable | None = None
     try:
-        for document in _stream_documents(file, stream, stream.read(_PIECE_BYTES + 1), load, blake3):
+        for document in _stream_documents(file, stream, stream.read(_PIECE_BYTES + 1), source_format, blake3):
             if last is not None:
                 yield last
             last = document
@@ -226,22 +236,20 @@ def _gzip_lines(file: Path, stream: Unpacked, load: Loader, blake3: str | None) 
 
 
 def _stream_documents(
-    file: Path, stream: IO[bytes] | Unpacked, head: bytes, load: Loader, blake3: str | None
+    file: Path, stream: IO[bytes] | Unpacked, head: bytes, source_format: str, blake3: str | None
 ) -> Iterator[Document | Unreadable]:
     """One document, or pieces of it where every line is a run of its own. `head`: what was read so far."""
     path = path_name(file)
     if len(head) <= _PIECE_BYTES:
-        yield load(head, path, blake3=blake3)
+        yield load_document(head, path, blake3=blake3, source_format=source_format)
         return
     blake3 = blake3 or file_blake3(file)
-    first_line = head[: head.find(b"\n")] if b"\n" in head else b""
-    values, _, _ = read_lines(first_line.removeprefix(b"\xef\xbb\xbf"))
-    if values and find_adapter(Document(path, blake3, "jsonl", values)).by_record:
+    if is_read_in_pieces(path, head, source_format):
         problems: list[str] = []
-        for piece in whole_lines(stream, head, problems, MAX_DOCUMENT_BYTES, _PIECE_BYTES):
-            values, broken, n_replaced = read_lines(piece.removeprefix(b"\xef\xbb\xbf"))
-            if values or broken or problems:
-                yield Document(path, blake3, "jsonl", values, (*problems, *broken), n_replaced)
+        for number, piece in whole_lines(stream, head, problems, MAX_DOCUMENT_BYTES, _PIECE_BYTES):
+            lines = read_lines(piece.removeprefix(UTF8_MARK), number)
+            if lines.values or lines.problems or problems:
+                yield lines.document(path, blake3, problems)
             problems.clear()
         if problems:
             yield Document(path, blake3, "jsonl", [], tuple(problems))
@@ -249,45 +257,39 @@ def _stream_documents(
     rest = stream.read(MAX_DOCUMENT_BYTES + 1 - len(head))
     if len(head) + len(rest) > MAX_DOCUMENT_BYTES:
         raise SourceError(f"one document larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
-    yield load(head + rest, path, blake3=blake3)
-
-
-def _parquet_documents(file: Path, blake3: str | None) -> Iterator[Document]:
-    blake3 = blake3 or file_blake3(file)
-    with pq.ParquetFile(file) as table:
-        for batch in table.iter_batches(batch_size=32):
-            yield Document(path_name(file), blake3, "jsonl", batch.to_pylist())
+    yield load_document(head + rest, path, blake3=blake3, source_format=source_format)
 
 
 def file_documents(
-    file: Path, load: Loader = load_document, blake3: str | None = None
+    file: Path, source_format: str = "auto", blake3: str | None = None
 ) -> Iterator[Document | Unreadable]:
     """The documents of one file, in order, one in memory at a time. What the file is, is told by its first bytes.
 
-    `load` parses the bytes of a document; `blake3` is the file's, where it is known.
+    `blake3` is the file's, where it is known.
 
     Raises:
         SourceError: the file as a whole cannot be read; documents given before that are good.
     """
+    load = partial(load_document, source_format=source_format)
     try:
         with file.open("rb", buffering=0) as stream:
             n_bytes = os.fstat(stream.fileno()).st_size
             head = stream.read(min(n_bytes, _PIECE_BYTES) + 1) or b""  # a buffer of the file's size, not of the limit's
-            foreign = foreign_container(head[:16])
+            foreign = foreign_container(head[:HEAD_BYTES])
             if foreign:
                 raise SourceError(foreign)
             if head[:4] == b"PK\x03\x04":
                 yield from _zip_documents(file, load)
             elif head[:2] == b"\x1f\x8b":
-                yield from _gzip_documents(file, load, blake3)
+                yield from _gzip_documents(file, source_format, blake3)
             elif head[257:262] == b"ustar":
                 stream.seek(0)
                 yield from at_least_one(_member_documents(_tar_members(file, stream), load))
             elif head[:4] == b"PAR1":
-                yield from _parquet_documents(file, blake3)
+                yield from parquet_documents(file, blake3)
             else:
-                yield from _stream_documents(file, stream, head, load, blake3)
-    except (*DAMAGE, gzip.BadGzipFile) as error:
+                yield from _stream_documents(file, stream, head, source_format, blake3)
+    except DAMAGE as error:
         raise SourceError(f"damaged archive: {one_line(error)}") from error
     except OSError as error:
         raise ReadError(unreadable(error)) from error

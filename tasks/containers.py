@@ -15,11 +15,14 @@ from typing import IO
 import pyarrow as pa
 import zstandard
 
-from tasks.sources import Document, SourceError
+from tasks.sources import Document, SourceError, recognised
+from tasks.sources.document import loads, read_lines
 
 _MIN_TOTAL_BYTES = 4 << 30
 _MAX_RATIO = 200
 _STEP_BYTES = 1 << 20
+_FIRST_LINES = 32
+UTF8_MARK = b"\xef\xbb\xbf"
 
 DAMAGE = (
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException),
@@ -51,12 +54,23 @@ _FOREIGN = (
 """First bytes of containers that are not read."""
 
 
+HEAD_BYTES = 1024
+"""So many first bytes tell what a container is."""
+
+
 def foreign_container(head: bytes) -> str | None:
     """Why a file or member that begins so cannot be read; None when it is no container that we know and do not read."""
-    if head.startswith(b"PK\x05\x06"):
+    if head.startswith(b"PK\x05\x06") or (len(head) >= HEAD_BYTES and not any(head[:HEAD_BYTES])):  # zip; tar
         return "an empty archive"
     named = next((name for magic, name in _FOREIGN if head.startswith(magic)), None)
     return None if named is None else f"{named}: unpack it first"
+
+
+def nested_container(head: bytes) -> str | None:
+    """Why what comes out of a container and begins so is not read; None when it is none."""
+    if head[:4] in (b"PK\x03\x04", b"PAR1") or head[:2] == b"\x1f\x8b" or head[257:262] == b"ustar":
+        return "an archive inside an archive: unpack the outer one first"
+    return foreign_container(head[:HEAD_BYTES])
 
 
 @dataclass(frozen=True)
@@ -100,13 +114,12 @@ class Unpacked:
     def read(self, n_bytes: int) -> bytes:
         """Raises:
         SourceError: more came out than is believable.
-        gzip.BadGzipFile: the content is not what was packed.
         """
         parts, n_left = [], n_bytes
         while n_left and self.problem is None:
             try:
                 part = self._stream.read1(min(n_left, _STEP_BYTES))
-            except (EOFError, zlib.error) as error:
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 self.problem = one_line(error)
                 break
             if not part:
@@ -131,11 +144,24 @@ def at_least_one(documents: Iterator[Document | Unreadable]) -> Iterator[Documen
     yield from documents
 
 
+def is_read_in_pieces(path: str, head: bytes, source_format: str) -> bool:
+    """Whether every line of a file that begins so is a run of its own. Its first line must be a whole JSON value."""
+    first_lines = b"".join(head.removeprefix(UTF8_MARK).splitlines(keepends=True)[:_FIRST_LINES])
+    if b"\n" not in first_lines:
+        return False
+    lines = read_lines(first_lines)
+    try:
+        loads(first_lines[: first_lines.find(b"\n")])
+        return bool(lines.values) and recognised(lines.document(path, ""), source_format)[0].by_record
+    except ValueError:  # SourceError too: what it is, is told when it was read
+        return False
+
+
 def whole_lines(
     stream: IO[bytes] | Unpacked, head: bytes, problems: list[str], max_bytes: int, piece_bytes: int
-) -> Iterator[bytes]:
-    """Pieces of whole lines; a line beyond the limit is skipped without being held."""
-    rest, skipping, number = head, False, 0
+) -> Iterator[tuple[int, bytes]]:
+    """(number of its first line, piece of whole lines); a line beyond the limit is skipped without being held."""
+    rest, skipping, number = head, False, 1
     while chunk := stream.read(piece_bytes):
         rest += chunk
         cut = rest.rfind(b"\n") + 1
@@ -143,11 +169,15 @@ def whole_lines(
             first = rest.find(b"\n") + 1
             rest, cut, skipping = rest[first:], cut - first, False
         if cut > 0:
-            yield rest[:cut]
+            piece = rest[:cut]
+            yield number, piece
+            number += piece.count(b"\n")
             rest = rest[cut:]
+            del piece
         if len(rest) > max_bytes:
-            number += 1
-            problems.append(f"a line longer than {max_bytes >> 20} MiB (number {number} of that kind)")
+            if not skipping:
+                problems.append(f"line {number}: longer than {max_bytes >> 20} MiB")
+                number += 1
             rest, skipping = b"", True
     if rest and not skipping:
-        yield rest
+        yield number, rest

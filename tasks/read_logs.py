@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from dataclasses import replace as changed
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,11 +22,13 @@ from tasks.archives import file_documents
 from tasks.catalog import Catalog, FileNotes, RunEntry
 from tasks.columns import record_batch
 from tasks.containers import ReadError, Unreadable
-from tasks.documents import dataset_documents, store_documents
+from tasks.documents import store_documents
 from tasks.input_files import DigestBook, InputFile, unreadable
 from tasks.redact import redact
+from tasks.row_documents import dataset_documents
 from tasks.segments import ROWS_PER_BATCH, Segment
-from tasks.sources import Adapter, Document, SourceError, find_adapter, load_document
+from tasks.sources import Adapter, Document, SourceError, recognised
+from tasks.sources.adapter import guarded
 from tasks.sources.base import digest
 from tasks.sources.draft import Run
 from tasks.sources.side_files import SideFact, read_side_file
@@ -70,11 +71,11 @@ def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator
             raise
         first_error = str(error)  # the error itself would hold this frame, and the document
     n_good = 0
-    for number, record in enumerate(document.records, start=1):
+    for index, record in enumerate(document.records):
         try:
             runs = adapter.read_runs(Document(document.path, document.blake3, "json", record))
         except SourceError as error:
-            read.damaged.append((document.path, f"record {number}: {error}"))
+            read.damaged.append((document.path, f"{document.place(index)}: {error}"))
             continue
         n_good += len(runs)
         yield from runs
@@ -99,13 +100,15 @@ def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Ite
     if not document.value and document.problems:
         return
     try:
-        facts = read_side_file(document)
+        with guarded("side file"):
+            facts = read_side_file(document)
         if facts is not None:
             read.facts += facts
             if not facts:
                 read.facts.append(SideFact(document.path, "", None))  # recognised, with nothing to join
             return
-        adapter = find_adapter(document, config.format)
+        adapter, document, problems = recognised(document, config.format)
+        read.damaged += [(document.path, problem) for problem in problems]
         for run in _read_records(adapter, document, read):
             named = run = _with_run(run)
             if config.redact:
@@ -121,7 +124,7 @@ def _documents(file: InputFile, config: SourceConfig, blake3: str | None) -> Ite
         return dataset_documents(file.dataset)
     if file.events:
         return store_documents(file.path, file.events)
-    return file_documents(file.path, partial(load_document, source_format=config.format), blake3)
+    return file_documents(file.path, config.format, blake3)
 
 
 def _file_runs(

@@ -50,7 +50,7 @@ def test_a_bad_record_costs_only_itself(logs: Path) -> None:
     (logs / "a.jsonl").write_bytes(b"\n".join((line("one"), broken, line("two"))))
     result = run(logs)
     assert first_words(result) == ["one", "two", "good"]
-    assert "record 2: message 2: unknown message role 'wizard'" in result.report.damaged[0].reason
+    assert "line 2: message 2: unknown message role 'wizard'" in result.report.damaged[0].reason
 
 
 def test_zero_bytes_binary_and_pickle_are_refused_unopened(logs: Path) -> None:
@@ -94,14 +94,12 @@ def test_a_lone_surrogate_in_yaml_is_refused(logs: Path) -> None:
     assert set(reasons(result)) == {"s.yaml"}
 
 
-@pytest.mark.parametrize(
-    ("number", "text"), [(12345678901234567890123, "12345678901234567890123"), (float("nan"), "NaN")]
-)
-def test_numbers_keep_their_value(number: float, text: str) -> None:
+def test_long_integers_keep_their_value() -> None:
+    number = 12345678901234567890123
     calls = [{"id": "1", "function": {"name": "f", "arguments": {"n": number}}}]
     data = json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}]})
     (found,) = parse(data.encode())
-    assert found.messages[1].tool_calls[0].arguments == f'{{"n": {text}}}'
+    assert found.messages[1].tool_calls[0].arguments == f'{{"n": {number}}}'
 
 
 def test_duplicate_keys_take_the_last_value_and_nan_rewards_are_unknown() -> None:

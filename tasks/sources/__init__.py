@@ -1,5 +1,7 @@
 """Readers of agent logs, one module a format. Detection is by content: the first adapter that knows it reads it."""
 
+from dataclasses import replace
+
 from schemas.trajectory import Trajectory
 from tasks.content_digest import content_blake3
 from tasks.sources import (
@@ -24,8 +26,10 @@ from tasks.sources import (
     tau_bench,
     verifiers,
 )
-from tasks.sources.base import Adapter
+from tasks.sources.adapter import Adapter
+from tasks.sources.chat import looks_like_chat
 from tasks.sources.document import Document, SourceError, read_document
+from tasks.sources.plain_values import kind_of
 
 ADAPTERS: tuple[Adapter, ...] = (
     mini_swe_agent.ADAPTER,
@@ -68,10 +72,62 @@ def find_adapter(document: Document, source_format: str = "auto") -> Adapter:
     """
     if source_format != "auto":
         return BY_NAME[source_format]
+    failed = ""
     for adapter in ADAPTERS:
-        if adapter.detect(document):
-            return adapter
-    raise SourceError("no known log format")
+        try:
+            if adapter.knows(document):
+                return adapter
+        except SourceError as error:  # the others may know it all the same
+            failed = failed or f"; {error}"
+    raise SourceError(f"{UNKNOWN_FORMAT}{failed}")
+
+
+UNKNOWN_FORMAT = "no known log format"
+_MAX_ODD_RECORDS = 32
+"""So many records before the first that an adapter knows are looked past."""
+
+
+def _objects_only(document: Document) -> tuple[Document, list[str]]:
+    """The document without records that are no objects, and what these are. A conversation stays as it is: there each
+    would be a turn.
+    """
+    records = document.records
+    odd = [index for index, record in enumerate(records) if not isinstance(record, dict)]
+    kept = [record for record in records if isinstance(record, dict)]
+    if not odd or not kept or looks_like_chat(kept):
+        return document, []
+    said = [f"{document.place(index)}: expected an object, found {kind_of(records[index])}" for index in odd]
+    return document.only(index for index, record in enumerate(records) if isinstance(record, dict)), said
+
+
+def recognised(document: Document, source_format: str = "auto") -> tuple[Adapter, Document, list[str]]:
+    """(the adapter, the document from the first record on that it knows, what is wrong with the records before).
+
+    Raises:
+        SourceError: no adapter knows any of the first records.
+        KeyError: `source_format` is no format's name.
+    """
+    document, problems = _objects_only(document)
+    try:
+        return find_adapter(document, source_format), document, problems
+    except SourceError:
+        records = document.records
+        for start in range(1, min(len(records), _MAX_ODD_RECORDS)):
+            rest = document.only(range(start, len(records)))
+            rest = replace(rest, kind="jsonl")  # a list of messages is no list of records
+            may_begin = (adapter for adapter in ADAPTERS if adapter.by_record or document.kind == "jsonl")
+            adapter = next((adapter for adapter in may_begin if _knows(adapter, rest)), None)
+            if adapter is not None:
+                before = [f"{document.place(index)}: {UNKNOWN_FORMAT}" for index in range(start)]
+                return adapter, rest, problems + before
+        raise
+
+
+def _knows(adapter: Adapter, document: Document) -> bool:
+    try:
+        return adapter.knows(document)
+    except SourceError:
+        return False
 
 
 _SHAPED = tuple((adapter, adapter.shape) for adapter in ADAPTERS if adapter.shape is not None)
@@ -88,7 +144,7 @@ def load_document(data: bytes, path: str = "", *, blake3: str | None = None, sou
         if source_format not in ("auto", adapter.name):
             continue
         document = shape.read(data, path, blake3)
-        if document is not None and adapter.detect(document):
+        if document is not None and _knows(adapter, document):
             return document
     return read_document(data, path, blake3=blake3)
 
@@ -99,8 +155,8 @@ def parse(data: bytes, path: str = "", source_format: str = "auto") -> list[Traj
     Raises:
         SourceError: damaged beyond reading, or no known format.
     """
-    document = read_document(data, path)
-    return find_adapter(document, source_format).read_document(document)
+    adapter, document, _ = recognised(read_document(data, path), source_format)
+    return adapter.read_document(document)
 
 
 __all__ = [
@@ -113,4 +169,5 @@ __all__ = [
     "load_document",
     "parse",
     "read_document",
+    "recognised",
 ]

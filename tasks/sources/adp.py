@@ -8,7 +8,8 @@ import re
 from typing import Any
 
 from schemas.trajectory import Outcome
-from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, string, text_of, tool_call
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import build, dicts, get, json_text, objects, string, text_of, tool_call
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
 from tasks.sources.text_calls import exit_code_failed
@@ -51,7 +52,7 @@ def _observation(entry: dict[str, Any], waiting: str | None, started: bool) -> M
 def _read_run(document: Document, run: dict[str, Any]) -> Run:
     messages: list[Message] = []
     waiting: str | None = None  # the tool whose result comes next
-    for entry in dicts(as_list(run.get("content"), "content")):
+    for entry in objects(run.get("content"), "content"):
         kind = entry.get("class_")
         if kind not in _CLASSES:
             raise SourceError(f"adp: unknown class_ {kind!r}")

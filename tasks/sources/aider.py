@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from schemas.trajectory import Author
-from tasks.sources.base import Adapter, build, spans
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import build, spans
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
 

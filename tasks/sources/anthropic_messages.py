@@ -4,38 +4,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from schemas.trajectory import Author
-from tasks.sources.base import Adapter, as_list, build, dicts, json_text, string, text_of, tool_call
-from tasks.sources.chat import read_message
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import build, dicts, json_text, objects, string, text_of
+from tasks.sources.chat import assistant_blocks, read_message
 from tasks.sources.document import Document, SourceError
-from tasks.sources.draft import Message, Run, ToolCall
+from tasks.sources.draft import Message, Run
 
 NAME = "anthropic-messages"
 
 _BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking", "server_tool_use")
-
-
-def assistant_blocks(content: Any) -> Message:
-    """One response's blocks as one turn. Thinking whose text is withheld (signature only) gives no reasoning."""
-    if not isinstance(content, list):
-        return Message(role="assistant", author="policy", content=text_of(content))
-    texts: list[Any] = []
-    thoughts: list[str] = []
-    calls: list[ToolCall] = []
-    for block in content:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind in ("tool_use", "server_tool_use"):
-            calls.append(tool_call(block.get("name"), block.get("input"), block.get("id")))
-        elif kind == "thinking":
-            thoughts.append(text_of(block.get("thinking")))
-        elif kind != "redacted_thinking":
-            texts.append(block)
-    return Message(
-        role="assistant",
-        author="policy",
-        content=text_of(texts),
-        reasoning="\n".join(text for text in thoughts if text) or None,
-        tool_calls=tuple(calls),
-    )
 
 
 def result_message(block: dict[str, Any], name: str | None = None) -> Message:
@@ -89,7 +66,7 @@ def detect(document: Document) -> bool:
 
 
 def _read_row(document: Document, row: dict[str, Any]) -> Run:
-    messages = read_block_messages(dicts(as_list(row.get("messages"), "messages")), first_user="human")
+    messages = read_block_messages(objects(row.get("messages"), "messages"), first_user="human")
     system = text_of(row.get("system"))
     if system:
         messages.insert(0, Message(role="system", author="harness", content=system))

@@ -8,14 +8,14 @@ import re
 from typing import Any
 
 from schemas.trajectory import Author
+from tasks.sources.adapter import Adapter
 from tasks.sources.base import (
     METADATA_KEY,
-    Adapter,
-    as_list,
     build,
     dicts,
     get,
     json_text,
+    objects,
     restored,
     spans,
     string,
@@ -47,7 +47,7 @@ def _turn(step: dict[str, Any]) -> Message:
     content = text_of(step.get("message"))
     calls = tuple(
         tool_call(call.get("function_name"), call.get("arguments"), call.get("tool_call_id"))
-        for call in dicts(step.get("tool_calls"))
+        for call in objects(step.get("tool_calls") or [], "tool_calls")
     )
     written = not calls and isinstance(step.get("observation"), dict)
     return Message(
@@ -111,7 +111,7 @@ def _messages(steps: list[dict[str, Any]]) -> list[Message]:
 
 def plain_messages(value: dict[str, Any]) -> list[Message]:
     """The document's messages, without what an export of ours adds."""
-    return _messages(dicts(as_list(value.get("steps"), "steps")))
+    return _messages(objects(value.get("steps"), "steps"))
 
 
 def _read_one(document: Document, value: dict[str, Any], parent_id: str | None) -> list[Run]:

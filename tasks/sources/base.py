@@ -1,86 +1,50 @@
-"""What every adapter needs: the adapter type, identities, and small readers of untrusted values."""
+"""What every adapter needs: identities, and small readers of untrusted values."""
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 import orjson
 from msgspec import msgpack, to_builtins
-from pydantic import ValidationError
 from xxhash import xxh3_128_hexdigest
 
 from schemas.trajectory import Outcome, OutcomeSource, Trajectory
-from tasks.sources.document import Document, Shape, SourceError, read_document
-from tasks.sources.draft import CharSpan, Message, Run, ToolCall, from_trajectory, is_sound, to_trajectory
-
-
-def _repaired(run: Run) -> Run:
-    repaired = from_trajectory(to_trajectory(run))
-    if not is_sound(repaired):
-        raise SourceError(f"{run.source_format}: text that is no Unicode")
-    return repaired
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """One log format. `detect` looks at content only; `read` raises nothing but SourceError."""
-
-    name: str
-    detect: Callable[[Document], bool]
-    read: Callable[[Document], list[Run]]
-    by_record: bool = False
-    """Every line is a run of its own, so that files larger than memory can be read in pieces."""
-    snapshots: bool = False
-    """The log repeats a growing conversation: runs that are the opening of another are earlier states of it."""
-    shape: Shape | None = None
-    """Where most of a log is not read: what is."""
-
-    def parse(self, data: bytes, path: str = "") -> list[Trajectory]:
-        """bytes of one file -> its trajectories.
-
-        Raises:
-            SourceError: the bytes are not this format.
-        """
-        return self.read_document(read_document(data, path))
-
-    def read_document(self, document: Document) -> list[Trajectory]:
-        """Like `parse`, for a document that was parsed already."""
-        return [to_trajectory(run) for run in self.read_runs(document)]
-
-    def read_runs(self, document: Document) -> list[Run]:
-        """Like `read_document`, as the drafts that become rows; each would pass as a trajectory."""
-        try:
-            return [run if is_sound(run) else _repaired(run) for run in self.read(document)]
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise SourceError(f"{self.name}: {first['msg']} at {'.'.join(map(str, first['loc']))}") from error
-        except RecursionError as error:
-            raise SourceError(f"{self.name}: nested too deeply") from error
-        except SourceError:
-            raise
-        except ValueError as error:  # YAML's 0x..., of more digits than Python turns into text
-            raise SourceError(f"{self.name}: a value that cannot be written as text") from error
+from tasks.sources.document import Document, SourceError
+from tasks.sources.draft import CharSpan, Message, Run, ToolCall, from_trajectory
+from tasks.sources.plain_values import kind_of
 
 
 def as_dict(value: Any, what: str = "value") -> dict[str, Any]:
     """The value itself, if it is a JSON object."""
     if not isinstance(value, dict):
-        raise SourceError(f"{what}: expected an object, found {type(value).__name__}")
+        raise SourceError(f"{what}: expected an object, found {kind_of(value)}")
     return value
 
 
 def as_list(value: Any, what: str = "value") -> list[Any]:
     if not isinstance(value, list):
-        raise SourceError(f"{what}: expected a list, found {type(value).__name__}")
+        raise SourceError(f"{what}: expected a list, found {kind_of(value)}")
     return value
 
 
+def objects(value: Any, what: str) -> list[dict[str, Any]]:
+    """The list itself, if it holds objects only: one that is left out would be a turn lost.
+
+    Raises:
+        SourceError: it is no list, or an item (counted from one) is no object.
+    """
+    items = as_list(value, what)
+    for number, item in enumerate(items, start=1):
+        if not isinstance(item, dict):
+            raise SourceError(f"{what}: item {number}: expected an object, found {kind_of(item)}")
+    return items
+
+
 def dicts(value: Any) -> list[dict[str, Any]]:
-    """The objects of a list; anything else, and a missing list, is left out."""
+    """The objects of a list; anything else, and a missing list, is left out. For what may be left out, and to look."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
@@ -99,42 +63,79 @@ def string(value: Any) -> str | None:
 
 
 def json_text(value: Any) -> str:
-    """JSON text of a value the log holds as an object. Strings pass untouched: they are what the model wrote."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """JSON text of a value the log holds as an object. Strings pass untouched: they are what the model wrote.
+
+    Raises:
+        SourceError: a number that is none in JSON.
+    """
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise SourceError("NaN, or a number too large, which cannot be written as JSON") from error
 
 
 _IMAGE_KINDS = ("image", "image_url", "input_image", "inlineData")
+_OTHER_MEDIA = ("audio", "input_audio", "video", "file", "input_file", "document")
+
+
+def _part_text(part: dict[str, Any]) -> str | None:
+    """The text of one part; JSON text where it has none of a known kind, None where it is empty."""
+    kind = part.get("type")
+    if kind in _IMAGE_KINDS or any(key in part for key in _IMAGE_KINDS):
+        return "[image]"
+    for key in ("text", "content"):
+        inner = part.get(key)
+        if isinstance(inner, str):
+            return inner
+        if inner is not None:
+            return text_of(inner)
+    if kind in _OTHER_MEDIA:
+        return f"[{kind}]"
+    return None if kind in ("text", "input_text", "output_text") or not part else _shown(part)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except ValueError as error:  # an integer of more digits than Python turns into text
+        raise SourceError("a value that cannot be written as text") from error
 
 
 def text_of(content: Any) -> str:
-    """The text of a content that may be a string, null, or a list of parts. Images become `[image]`, never base64."""
+    """The text of a content that may be a string, null, or a list of parts. Images become `[image]`, never base64; what
+    has no text is kept as JSON.
+    """
     if isinstance(content, str):
         return content
     if content is None:
         return ""
     if isinstance(content, dict):
-        content = [content]
+        return _part_text(content) or ""
     if not isinstance(content, list):
-        return json_text(content)
-    parts = []
-    for part in content:
-        if isinstance(part, str):
-            parts.append(part)
-        elif isinstance(part, dict):
-            if part.get("type") in _IMAGE_KINDS or any(kind in part for kind in _IMAGE_KINDS):
-                parts.append("[image]")
-            elif isinstance(part.get("text"), str):
-                parts.append(part["text"])
-            elif isinstance(part.get("content"), str | list):
-                parts.append(text_of(part["content"]))
-    return "\n".join(parts)
+        return _shown(content)
+    parts = [
+        part if isinstance(part, str) else _part_text(part) if isinstance(part, dict) else text_of(part)
+        for part in content
+        if part is not None
+    ]
+    return "\n".join(part for part in parts if part is not None)
 
 
 def tool_call(name: Any, arguments: Any, call_id: Any = None) -> ToolCall:
-    """A call as the log has it; `arguments` stays the original string where there is one."""
+    """A call as the log has it; `arguments` stays the original string where there is one.
+
+    Raises:
+        SourceError: no function is named: it is no call.
+    """
+    if not isinstance(name, str):
+        name = string(name)
+        if name is None:
+            raise SourceError("a tool call that names no function")
     if not isinstance(arguments, str):
         arguments = "{}" if arguments is None else json_text(arguments)
-    return ToolCall(string(name) or "", arguments, string(call_id))
+    return ToolCall(name, arguments, string(call_id))
 
 
 def spans(content: str, pattern: re.Pattern[str], *, first_only: bool = False) -> tuple[CharSpan, ...]:

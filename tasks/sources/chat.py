@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from schemas.trajectory import Author
-from tasks.sources.base import dicts, get, string, text_of, tool_call
+from tasks.sources.base import as_dict, as_list, dicts, get, string, text_of, tool_call
 from tasks.sources.document import SourceError, loads
 from tasks.sources.draft import Message, ToolCall
 
@@ -38,30 +38,49 @@ def role_of(raw: dict[str, Any]) -> str:
         raise SourceError(f"unknown message role {role}: write it as one of system, user, assistant, tool") from None
 
 
+def _loaded(value: Any, what: str) -> Any:
+    """The value itself, or what it is JSON text of."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return loads(value)
+    except ValueError as error:
+        raise SourceError(f"{what} that is no JSON: {error}") from error
+
+
+def _call_list(listed: Any) -> list[Any]:
+    """`tool_calls` that are no list: one call by itself, or JSON text of either."""
+    listed = _loaded(listed, "tool_calls")
+    return as_list([listed] if isinstance(listed, dict) else listed, "tool_calls")
+
+
+def _call(item: Any) -> ToolCall:
+    item = as_dict(_loaded(item, "a tool call"), "a tool call")
+    function = item.get("function")
+    if isinstance(function, dict):
+        return tool_call(function.get("name"), function.get("arguments"), item.get("id"))
+    custom = item.get("custom")
+    if isinstance(custom, dict):  # free text, not JSON: kept under one key
+        return tool_call(custom.get("name"), {"input": custom.get("input")}, item.get("id"))
+    # inspect_ai writes the name itself; flat shapes have `name`
+    arguments = item.get("arguments", item.get("args", item.get("input")))
+    return tool_call(function or item.get("name"), arguments, item.get("id"))
+
+
 def calls_of(raw: dict[str, Any]) -> tuple[ToolCall, ...]:
-    """The calls of an assistant message. Some exporters write each call as a JSON string."""
+    """The calls of an assistant message. Some exporters write each call, or the list of them, as a JSON string.
+
+    Raises:
+        SourceError: something is no call: one left out, or made up, would be another turn than the model's.
+    """
     listed = raw.get("tool_calls")
-    if not listed and "function_call" not in raw:
+    if listed:
+        return tuple([_call(item) for item in (listed if isinstance(listed, list) else _call_list(listed))])
+    function = raw.get("function_call")
+    if not function:
         return ()
-    found = []
-    for item in listed if isinstance(listed, list) else ():
-        if isinstance(item, str):
-            try:
-                item = loads(item)
-            except ValueError as error:
-                raise SourceError(f"a tool call that is no JSON: {error}") from error
-        if not isinstance(item, dict):
-            continue
-        function = item.get("function")
-        if isinstance(function, dict):
-            found.append(tool_call(function.get("name"), function.get("arguments"), item.get("id")))
-        else:  # inspect_ai writes the name itself; flat shapes have `name`
-            arguments = item.get("arguments", item.get("args", item.get("input")))
-            found.append(tool_call(function or item.get("name"), arguments, item.get("id")))
-    if not found and isinstance(raw.get("function_call"), dict):
-        function = raw["function_call"]
-        found.append(tool_call(function.get("name"), function.get("arguments")))
-    return tuple(found)
+    function = as_dict(_loaded(function, "function_call"), "function_call")
+    return (tool_call(function.get("name"), function.get("arguments")),)
 
 
 def reasoning_of(raw: dict[str, Any]) -> str | None:
@@ -81,6 +100,34 @@ def reasoning_of(raw: dict[str, Any]) -> str | None:
     return "\n".join(text for text in thoughts if isinstance(text, str) and text) or None
 
 
+_CALL_BLOCKS = ("tool_use", "server_tool_use", "tool_call", "function_call")
+
+
+def assistant_blocks(content: Any) -> Message:
+    """One response's blocks as one turn. Thinking whose text is withheld (signature only) gives no reasoning."""
+    if not isinstance(content, list):
+        return Message(role="assistant", author="policy", content=text_of(content))
+    texts: list[Any] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind in _CALL_BLOCKS:
+            arguments = block.get("input", block.get("args", block.get("arguments")))
+            calls.append(tool_call(block.get("name"), arguments, block.get("call_id") or block.get("id")))
+        elif kind in ("thinking", "reasoning"):
+            thoughts.append(text_of(block.get(kind, block.get("text"))))
+        elif kind != "redacted_thinking" and not str(kind).endswith("_tool_result"):  # no words of the model
+            texts.append(block)
+    return Message(
+        role="assistant",
+        author="policy",
+        content=text_of(texts),
+        reasoning="\n".join(text for text in thoughts if text) or None,
+        tool_calls=tuple(calls),
+    )
+
+
 def return_code_failed(content: str) -> bool | None:
     """Whether a `<returncode>` in an observation says that the command failed; None where there is none."""
     match = _RETURN_CODE.search(content)
@@ -98,13 +145,11 @@ def read_message(raw: dict[str, Any], *, user: Author = "human", failed: bool | 
     if not isinstance(content, str):
         content = text_of(content)
     if role == "assistant":
-        return Message(
-            role="assistant",
-            author="policy",
-            content=content,
-            reasoning=reasoning_of(raw),
-            tool_calls=calls_of(raw),
-        )
+        if not isinstance(raw.get("content"), list):
+            return Message("assistant", "policy", content, reasoning_of(raw), calls_of(raw))
+        turn = assistant_blocks(raw["content"])
+        calls = calls_of(raw) or turn.tool_calls
+        return Message("assistant", "policy", turn.content, reasoning_of(raw) or turn.reasoning, calls)
     if role == "tool":
         return Message(
             role="tool",
@@ -120,13 +165,15 @@ def read_message(raw: dict[str, Any], *, user: Author = "human", failed: bool | 
 
 
 def read_messages(raws: Iterable[Any], *, user: Author = "human") -> list[Message]:
-    """All messages of a conversation in order."""
+    """All messages of a conversation in order.
+
+    Raises:
+        SourceError: one of them is none; the text says which.
+    """
     messages = []
     for number, raw in enumerate(raws, start=1):
-        if not isinstance(raw, dict):
-            continue
         try:
-            messages.append(read_message(raw, user=user))
+            messages.append(read_message(as_dict(raw, "a message"), user=user))
         except SourceError as error:
             raise SourceError(f"message {number}: {error}") from error
     return messages

@@ -15,8 +15,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from schemas.trajectory import Author
-from tasks.sources.anthropic_messages import assistant_blocks, result_message
-from tasks.sources.base import Adapter, build, dicts, digest, get, string, text_of
+from tasks.sources.adapter import Adapter
+from tasks.sources.anthropic_messages import result_message
+from tasks.sources.base import build, dicts, digest, get, string, text_of
+from tasks.sources.chat import assistant_blocks
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tasks.sources.base import Adapter, build, dicts, digest, get, string, text_of, tool_call
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import build, dicts, digest, get, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run, ToolCall

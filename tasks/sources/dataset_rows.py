@@ -5,7 +5,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from schemas.trajectory import Outcome
-from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, spans, string
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import as_list, build, dicts, get, json_text, objects, spans, string
 from tasks.sources.chat import looks_like_chat, read_message, read_messages
 from tasks.sources.document import Document, SourceError, loads
 from tasks.sources.draft import CharSpan, Message, Run
@@ -150,7 +151,7 @@ def _read_nebius(document: Document) -> list[Run]:
     runs = []
     for row in dicts(document.records):
         messages: list[Message] = []
-        for step in dicts(as_list(row.get("trajectory"), "trajectory")):
+        for step in objects(row.get("trajectory"), "trajectory"):
             messages.append(_nebius_message(step, any(message.role == "assistant" for message in messages[:4])))
         runs.append(
             build(

@@ -3,7 +3,8 @@
 from typing import Any
 
 from schemas.trajectory import Outcome
-from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, string, text_of, tool_call
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import build, dicts, get, json_text, objects, string, text_of, tool_call
 from tasks.sources.chat import read_messages
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
@@ -49,7 +50,7 @@ def _step(step: dict[str, Any]) -> list[Message]:
 
 
 def _read_run(document: Document, run: dict[str, Any]) -> Run:
-    log = dicts(as_list(run.get("log"), "log"))
+    log = objects(run.get("log"), "log")
     messages = _opening(log)
     for step in log:
         messages += _step(step)
@@ -76,4 +77,4 @@ def read(document: Document) -> list[Run]:
     return runs
 
 
-ADAPTER = Adapter(NAME, detect, read)
+ADAPTER = Adapter(NAME, detect, read, by_record=True)

@@ -4,10 +4,12 @@ JSON, JSON Lines and YAML are told apart by content, never by the file's name: r
 pretty-printed object. Damage is survived where whole records can still be read, and always told.
 """
 
+import itertools
 import json
 import re
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ import msgspec
 import yaml
 
 from tasks.content_digest import content_blake3
+from tasks.sources.plain_values import kind_of, plain, without_surrogates
 
 
 class SourceError(ValueError):
@@ -27,7 +30,7 @@ class Document:
 
     kind "json": `value` is the JSON value. "jsonl": `value` is the list of the lines' values. "yaml": the YAML value.
     "text": a str. `problems` names the damaged lines that were left out, `n_replaced` counts characters that were no
-    valid Unicode.
+    valid Unicode. `numbers` are those of the records in the whole file, counted from one as `unit` says.
     """
 
     path: str
@@ -36,6 +39,18 @@ class Document:
     value: Any
     problems: tuple[str, ...] = field(default=())
     n_replaced: int = 0
+    numbers: Sequence[int] = field(default=())
+    unit: Literal["line", "record"] = "record"
+
+    def place(self, index: int) -> str:
+        """Where in the file the record at `index` stands."""
+        return f"{self.unit} {self.numbers[index] if self.numbers else index + 1}"
+
+    def only(self, indices: Iterable[int]) -> "Document":
+        """The document with just these of its records, each under its own number."""
+        chosen, records = list(indices), self.records
+        numbers = [self.numbers[index] if self.numbers else index + 1 for index in chosen]
+        return replace(self, value=[records[index] for index in chosen], numbers=numbers)
 
     @property
     def records(self) -> list[Any]:
@@ -85,22 +100,6 @@ _MAX_YAML_BYTES = 4 << 20
 _MARKED_BYTES = 4096
 
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def _without_surrogates(value: Any) -> tuple[Any, int]:
-    """(the value with lone surrogates as U+FFFD, how many): they are legal in JSON escapes and in no UTF-8 text."""
-    if isinstance(value, str):
-        return _SURROGATE.subn("\ufffd", value)
-    if isinstance(value, list):
-        items = [_without_surrogates(item) for item in value]
-        return [item for item, _ in items], sum(n for _, n in items)
-    if isinstance(value, dict):
-        pairs = [(_without_surrogates(key), _without_surrogates(item)) for key, item in value.items()]
-        return {key[0]: item[0] for key, item in pairs}, sum(key[1] + item[1] for key, item in pairs)
-    return value, 0
-
-
 def _loads(raw: bytes) -> tuple[Any, int]:
     """(value, characters replaced). msgspec reads what is strict JSON, integers beyond 64 bits included; NaN, lone
     surrogates and invalid UTF-8, which it refuses, are left to `json`.
@@ -111,7 +110,7 @@ def _loads(raw: bytes) -> tuple[Any, int]:
         pass
     text = raw.decode("utf-8", "replace")
     try:
-        value, n_replaced = _without_surrogates(json.loads(text))
+        value, n_replaced = without_surrogates(json.loads(text))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except json.JSONDecodeError:
@@ -141,12 +140,27 @@ def _as_utf8(data: bytes) -> bytes:
 _LINE = re.compile(rb"\S[^\n]*")
 
 
-def read_lines(data: bytes) -> tuple[list[Any], list[str], int]:
-    """(values of the lines that are whole, what is wrong with the others, characters replaced)."""
-    values: list[Any] = []
-    problems: list[str] = []
-    n_replaced = 0
-    number, counted = 1, 0
+@dataclass
+class Lines:
+    """JSON Lines, parsed: the objects, where each stands, and what is wrong with the other lines."""
+
+    values: list[Any] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    n_replaced: int = 0
+
+    def document(self, path: str, blake3: str, problems: Sequence[str] = ()) -> Document:
+        """As a document, after `problems` that were found before."""
+        found = (*problems, *self.problems)
+        return Document(path, blake3, "jsonl", self.values, found, self.n_replaced, self.numbers, "line")
+
+
+def read_lines(data: bytes, first_number: int = 1) -> Lines:
+    """The lines of a file, or of a piece of it that begins with line `first_number`. Those that hold no object are
+    problems: no format has such, and a turn may be lost with them.
+    """
+    lines = Lines()
+    number, counted = first_number, 0
     for found in _LINE.finditer(data):  # no step for a blank line: there can be millions
         number += data.count(b"\n", counted, found.start())
         counted = found.start()
@@ -157,11 +171,15 @@ def read_lines(data: bytes) -> tuple[list[Any], list[str], int]:
             _refuse_many_values(line)
             value, n = _loads(line)
         except ValueError as error:
-            problems.append(f"line {number}: {error}")
+            lines.problems.append(f"line {number}: {error}")
             continue
-        values.append(value)
-        n_replaced += n
-    return values, problems, n_replaced
+        if not isinstance(value, dict):
+            lines.problems.append(f"line {number}: expected an object, found {kind_of(value)}")
+            continue
+        lines.values.append(value)
+        lines.numbers.append(number)
+        lines.n_replaced += n
+    return lines
 
 
 def _read_yaml(text: str) -> Any:
@@ -171,9 +189,15 @@ def _read_yaml(text: str) -> Any:
     if len(re.findall(r"(?:^|[\s\[,{-])\*\w", text, re.MULTILINE)) > _MAX_YAML_ALIASES:
         raise SourceError(f"YAML with more than {_MAX_YAML_ALIASES} aliases")
     try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # TypeError: a list as a key
         raise SourceError("neither JSON, JSON Lines, YAML nor a known text log") from error
+    try:
+        return plain(value, itertools.count())
+    except RecursionError as error:
+        raise SourceError("YAML that is nested too deeply, or holds itself") from error
+    except ValueError as error:
+        raise SourceError(f"YAML whose aliases unfold to {error}") from error
 
 
 @dataclass(frozen=True)
@@ -221,7 +245,8 @@ def read_document(data: bytes, path: str = "", *, blake3: str | None = None) -> 
         SourceError: empty, truncated before the first whole record, or no known notation.
     """
     blake3 = blake3 or content_blake3(data)
-    body = _as_utf8(data).strip()
+    text_bytes = _as_utf8(data)
+    body = text_bytes.strip()
     if not body:
         raise SourceError("empty file")
     if b"\0" in body[:4096]:
@@ -235,9 +260,10 @@ def read_document(data: bytes, path: str = "", *, blake3: str | None = None) -> 
                 return Document(path, blake3, "json", value, n_replaced=n_replaced)
             except ValueError as error:
                 first_problem = str(error)
-        values, problems, n_replaced = read_lines(body)
-        if any(isinstance(value, dict) for value in values):
-            return Document(path, blake3, "jsonl", values, tuple(problems), n_replaced)
+        blank = text_bytes[: text_bytes.find(body[:1])]
+        lines = read_lines(body, 1 + blank.count(b"\n"))
+        if lines.values:
+            return lines.document(path, blake3)
         raise SourceError(f"not valid JSON: {first_problem}")
     text = body.decode("utf-8", "replace").replace("\r\n", "\n")
     if _YAML_START.match(text):

@@ -2,11 +2,14 @@
 
 from typing import Any
 
-from tasks.sources.base import Adapter, as_list, build, dicts, get, string, text_of, tool_call
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import as_dict, build, dicts, get, objects, string, text_of, tool_call
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run, ToolCall
 
 NAME = "gemini-cli"
+
+_NO_TEXT = frozenset(("functionCall", "functionResponse"))
 
 
 def _contents(first: dict[str, Any]) -> list[Any] | None:
@@ -44,11 +47,11 @@ def _result(call: dict[str, Any]) -> Message:
 
 def _session(session: dict[str, Any]) -> list[Message]:
     messages: list[Message] = []
-    for raw in dicts(as_list(session.get("messages"), "messages")):
+    for raw in objects(session.get("messages"), "messages"):
         if raw.get("type") == "user":
             messages.append(Message(role="user", author="human", content=text_of(raw.get("content"))))
         elif raw.get("type") == "gemini":
-            calls = dicts(raw.get("toolCalls"))
+            calls = objects(raw.get("toolCalls") or [], "toolCalls")
             messages.append(
                 Message(
                     role="assistant",
@@ -63,7 +66,7 @@ def _session(session: dict[str, Any]) -> list[Message]:
 
 
 def _api_message(content: dict[str, Any]) -> list[Message]:
-    parts = dicts(content.get("parts"))
+    parts = objects(content.get("parts") or [], "parts")
     results = [part["functionResponse"] for part in parts if isinstance(part.get("functionResponse"), dict)]
     messages = [
         Message(
@@ -75,12 +78,18 @@ def _api_message(content: dict[str, Any]) -> list[Message]:
         )
         for result in results
     ]
-    text = text_of([part for part in parts if not part.get("thought") and "functionResponse" not in part])
+    text = text_of(
+        [
+            part
+            for part in parts
+            if not part.get("thought") and _NO_TEXT.isdisjoint(part) and part.keys() != {"thoughtSignature"}
+        ]
+    )
     if content.get("role") == "model":
         calls: list[ToolCall] = []
         for part in parts:
-            call = part.get("functionCall")
-            if isinstance(call, dict):
+            if "functionCall" in part:
+                call = as_dict(part["functionCall"], "functionCall")
                 calls.append(tool_call(call.get("name"), call.get("args"), call.get("id")))
         reasoning = text_of([part for part in parts if part.get("thought")]) or None
         messages.append(
@@ -100,7 +109,7 @@ def _read_run(document: Document, run: dict[str, Any]) -> Run:
     else:
         system = run.get("systemInstruction") or run.get("system_instruction")
         messages = [Message(role="system", author="harness", content=text_of(get(system, "parts")))] if system else []
-        messages += [message for content in dicts(contents) for message in _api_message(content)]
+        messages += [message for content in objects(contents, "contents") for message in _api_message(content)]
         model = string(run.get("model"))
     return build(document, NAME, messages, run_id=string(run.get("sessionId")), agent=NAME, model=model)
 
@@ -112,4 +121,4 @@ def read(document: Document) -> list[Run]:
     return runs
 
 
-ADAPTER = Adapter(NAME, detect, read)
+ADAPTER = Adapter(NAME, detect, read, by_record=True)

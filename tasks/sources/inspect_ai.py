@@ -6,7 +6,8 @@
 from typing import Any
 
 from schemas.trajectory import Outcome
-from tasks.sources.base import Adapter, as_list, build, dicts, get, reward_outcome, string
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import build, dicts, get, objects, reward_outcome, string
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
@@ -68,7 +69,7 @@ def _read_message(raw: dict[str, Any]) -> Message:
 def _read_sample(document: Document, header: dict[str, Any], sample: dict[str, Any]) -> Run:
     stored = sample.get("attachments")
     attachments: dict[str, Any] = stored if isinstance(stored, dict) else {}
-    messages = [_read_message(_resolve(raw, attachments)) for raw in dicts(as_list(sample.get("messages"), "messages"))]
+    messages = [_read_message(_resolve(raw, attachments)) for raw in objects(sample.get("messages"), "messages")]
     if not messages:
         raise SourceError(f"inspect-ai: sample {sample.get('id')} holds no messages")
     run = string(get(header, "eval", "run_id")) or string(get(header, "eval", "eval_id"))
@@ -99,4 +100,4 @@ def read(document: Document) -> list[Run]:
     return runs
 
 
-ADAPTER = Adapter(NAME, detect, read)
+ADAPTER = Adapter(NAME, detect, read, by_record=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tasks.sources.anthropic_messages import assistant_blocks
-from tasks.sources.base import Adapter, build, dicts, get, string, text_of, tool_call
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import build, get, objects, string, text_of, tool_call
+from tasks.sources.chat import assistant_blocks
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
 
@@ -62,12 +63,12 @@ def detect(document: Document) -> bool:
 
 def _turn(fields: dict[str, Any]) -> Message:
     message = assistant_blocks(fields.get("content"))
-    calls = tuple(
-        tool_call(call.get("name"), call.get("args"), call.get("id")) for call in dicts(fields.get("tool_calls"))
-    )
-    invalid = tuple(
-        tool_call(call.get("name"), call.get("args"), call.get("id"))
-        for call in dicts(fields.get("invalid_tool_calls"))
+    calls, invalid = (
+        tuple(
+            tool_call(call.get("name"), call.get("args"), call.get("id"))
+            for call in objects(fields.get(key) or [], key)
+        )
+        for key in ("tool_calls", "invalid_tool_calls")
     )
     reasoning = message.reasoning or string(get(fields, "additional_kwargs", "reasoning_content"))
     return replace(message, tool_calls=(calls or message.tool_calls) + invalid, reasoning=reasoning)

@@ -11,7 +11,8 @@ from typing import Any, TypedDict
 from msgspec.structs import replace
 
 from schemas.trajectory import Outcome
-from tasks.sources.base import METADATA_KEY, Adapter, as_list, build, dicts, get, spans, string, text_of, tool_call
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import METADATA_KEY, as_list, build, dicts, get, objects, spans, string, text_of, tool_call
 from tasks.sources.chat import looks_like_chat, read_message, read_response_items, return_code_failed
 from tasks.sources.document import Document, Shape, SourceError
 from tasks.sources.draft import Message, Run, ToolCall
@@ -165,7 +166,7 @@ def _read_item(raw: dict[str, Any], *, started: bool) -> Message | None:
 def _read_run(document: Document, run: dict[str, Any]) -> Run:
     messages: list[Message] = []
     started = False
-    stored = dicts(as_list(run.get("messages"), "messages"))
+    stored = objects(run.get("messages"), "messages")
     for raw in stored:
         message = _read_item(raw, started=started)
         if message is not None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tasks.sources.anthropic_messages import assistant_blocks
-from tasks.sources.base import Adapter, as_dict, as_list, build, dicts, get, reward_outcome, string, text_of, tool_call
-from tasks.sources.chat import read_message
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import as_dict, as_list, build, dicts, get, reward_outcome, string, text_of, tool_call
+from tasks.sources.chat import assistant_blocks, read_message
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
 

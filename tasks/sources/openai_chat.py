@@ -3,7 +3,8 @@
 from typing import Any
 
 from schemas.trajectory import Outcome
-from tasks.sources.base import METADATA_KEY, Adapter, build, dicts, json_text, restored, reward_outcome, string
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import METADATA_KEY, as_list, build, dicts, json_text, restored, reward_outcome, string
 from tasks.sources.chat import looks_like_chat, read_messages
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
@@ -29,7 +30,7 @@ def _outcome(row: dict[str, Any]) -> Outcome:
 
 def plain_messages(row: dict[str, Any]) -> list[Message]:
     """The row's messages, without what an export of ours adds."""
-    return read_messages(dicts(row.get("messages")))
+    return read_messages(as_list(row.get("messages"), "messages"))
 
 
 def _read_row(document: Document, row: dict[str, Any]) -> Run:

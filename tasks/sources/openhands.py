@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from schemas.trajectory import Author, Outcome
-from tasks.sources.base import Adapter, as_list, dicts, get, json_text, string, text_of, tool_call
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import dicts, get, json_text, objects, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.condensed import Segments
 from tasks.sources.document import Document, SourceError
@@ -181,7 +182,7 @@ def _row_instance(row: dict[str, Any]) -> str | None:
 
 
 def _read_row(document: Document, row: dict[str, Any]) -> list[Run]:
-    segments, tools = read_events(dicts(as_list(row.get("history"), "history")), user="harness")
+    segments, tools = read_events(objects(row.get("history"), "history"), user="harness")
     return segments.runs(
         document,
         ROWS_NAME,

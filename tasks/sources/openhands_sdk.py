@@ -5,7 +5,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
 from tasks.sources.chat import read_message, read_messages, reasoning_of
 from tasks.sources.condensed import Segments
 from tasks.sources.document import Document, SourceError

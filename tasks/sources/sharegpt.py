@@ -5,7 +5,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from schemas.trajectory import Author
-from tasks.sources.base import METADATA_KEY, Adapter, as_list, build, dicts, restored, spans, string, text_of, tool_call
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import METADATA_KEY, build, dicts, objects, restored, spans, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError, loads
 from tasks.sources.draft import Message, Run
@@ -55,7 +56,7 @@ def plain_messages(row: dict[str, Any]) -> list[Message]:
     """The row's messages, without what an export of ours adds."""
     messages: list[Message] = []
     started = False
-    for turn in dicts(as_list(row.get("conversations"), "conversations")):
+    for turn in objects(row.get("conversations"), "conversations"):
         message = _read_turn(turn, started)
         started = started or message.role == "assistant"
         messages.append(message)

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isnan
 from pathlib import PurePosixPath
 from typing import Any, TypedDict
 
@@ -44,6 +45,7 @@ class SideFact:
 
 _RESOLVED, _FAILED = (Outcome(status=status, source="test_report") for status in ("resolved", "failed"))
 _REWARD_NAMES = ("reward.txt", "reward.json")
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*", re.ASCII)
 _GENERIC_STEMS = ("report", "results", "result", "exit_statuses")
 
 
@@ -102,18 +104,23 @@ def _reward(value: Any, path: PurePosixPath) -> list[SideFact] | None:
     """A trial's `verifier/reward.txt` or `reward.json`, and its `result.json`: about the runs in the trial's folder.
 
     Raises:
-        SourceError: the reward is of a scale of which nobody said where success begins.
+        SourceError: the reward is no number, or of a scale of which nobody said where success begins.
     """
+    reward = value
     if isinstance(value, dict):
         reward = get(value, "verifier_result", "rewards", "reward")
-        reward = value.get("reward") if reward is None and path.name in _REWARD_NAMES else reward
-    else:
-        reward = value if path.name in _REWARD_NAMES else None
+        if reward is None and path.name in _REWARD_NAMES:
+            if "reward" not in value:
+                return None
+            reward = value["reward"]
     outcome = reward_outcome(reward)
     if outcome.status == "unknown":
-        if path.name not in _REWARD_NAMES or not isinstance(reward, int | float):
+        if path.name not in _REWARD_NAMES:
             return None
-        raise SourceError(f"a reward of {str(reward)[:20]} where one in [0, 1] is expected: rescale it")
+        if isinstance(reward, int) or (isinstance(reward, float) and not isnan(reward)):
+            raise SourceError(f"a reward of {str(reward)[:20]} where one in [0, 1] is expected: rescale it")
+        shown = reward if isinstance(reward, str) else str(reward) if reward is not None else "null"
+        raise SourceError(f"a reward that cannot be read: {shown[:40]!r} is no number")
     folder = path.parent.parent if path.parent.name == "verifier" else path.parent
     return [SideFact(str(path), str(folder), None, None, outcome)]
 
@@ -126,17 +133,13 @@ def _is_predictions(value: dict[str, Any]) -> bool:
 def read_side_file(document: Document) -> list[SideFact] | None:
     """What the file says about runs; None when it is no side file. An empty list: a side file with nothing to join."""
     value = document.value
-    if isinstance(value, list):
-        return None
-    if document.kind == "text":
-        number = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*", value) if len(value) < 64 else None
-        return _reward(float(number.group(1)), PurePosixPath(document.path)) if number else None
-    if isinstance(value, int | float):
-        return _reward(value, PurePosixPath(document.path))
+    path = PurePosixPath(document.path)
     if not isinstance(value, dict):
-        return None
+        if path.name not in _REWARD_NAMES or document.kind == "jsonl":
+            return None
+        number = _NUMBER.fullmatch(value) if isinstance(value, str) and len(value) < 64 else None
+        return _reward(float(number.group(1)) if number else value, path)
     if not _SIDE_KEYS.isdisjoint(value) or _is_report_map(value):
-        path = PurePosixPath(document.path)
         for reader in (_run_report, _instance_reports, _exit_statuses, _reward):
             facts = reader(value, path)
             if facts is not None:

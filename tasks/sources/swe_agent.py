@@ -11,7 +11,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from schemas.trajectory import Author
-from tasks.sources.base import Adapter, as_list, build, dicts, get, spans, string
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import build, dicts, get, objects, spans, string
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError, loads
 from tasks.sources.draft import CharSpan, Message, Run
@@ -66,7 +67,7 @@ def _is_demonstration(run: dict[str, Any], config: Any) -> bool:
 
 def _read_run(document: Document, run: dict[str, Any]) -> Run:
     config = _replay_config(run)
-    history = dicts(as_list(run.get("history"), "history"))
+    history = objects(run.get("history"), "history")
     turn_author: Author = "demonstration" if _is_demonstration(run, config) else "policy"
     main_agent = next((raw.get("agent") for raw in history if raw.get("role") == "assistant"), None)
     messages: list[Message] = []
@@ -111,4 +112,4 @@ def read(document: Document) -> list[Run]:
     return [_read_run(document, run) for run in runs]
 
 
-ADAPTER = Adapter(NAME, detect, read)
+ADAPTER = Adapter(NAME, detect, read, by_record=True)

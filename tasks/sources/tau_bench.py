@@ -9,7 +9,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tasks.sources.base import Adapter, as_list, build, dicts, reward_outcome, string
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import as_list, build, dicts, reward_outcome, string
 from tasks.sources.chat import read_messages
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Run
@@ -27,7 +28,7 @@ def detect(document: Document) -> bool:
 def _read_row(document: Document, row: dict[str, Any]) -> Run:
     messages = [
         replace(message, failed=message.content.startswith("Error")) if message.role == "tool" else message
-        for message in read_messages(dicts(as_list(row.get("traj"), "traj")), user="simulated_user")
+        for message in read_messages(as_list(row.get("traj"), "traj"), user="simulated_user")
     ]
     policy = _POLICY.search(messages[0].content) if messages else None
     domain = policy.group(1).lower() if policy else "unknown"

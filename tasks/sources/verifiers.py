@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tasks.sources.base import Adapter, as_list, build, dicts, get, json_text, reward_outcome
+from tasks.sources.adapter import Adapter
+from tasks.sources.base import as_list, build, dicts, get, json_text, reward_outcome
 from tasks.sources.chat import looks_like_chat, read_messages
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
