@@ -15,7 +15,7 @@ from ingest_inputs import chat, first_words, line, reasons, run
 from schemas.config import SourceConfig
 from tasks import archives
 from tasks.read_logs import file_runs
-from tasks.sources import Adapter, Document, SourceError, find_adapter, parse, read_document
+from tasks.sources import ADAPTERS, Adapter, Document, SourceError, find_adapter, parse, read_document
 from tasks.sources.adapter import guarded
 
 
@@ -33,7 +33,9 @@ def damage(result: Any) -> list[str]:
 
 @pytest.mark.parametrize("info", [5, True, 1.5, "text", [], {}])
 def test_info_that_is_no_object_is_read_as_plain_chat(info: Any) -> None:
-    assert len(parse(json.dumps(chat("x", info=info)).encode())) == 1
+    document = read_document(json.dumps(chat("x", info=info)).encode())
+    assert [adapter.name for adapter in ADAPTERS if adapter.detect(document)] == ["openai-chat"]
+    assert len(parse(json.dumps(document.value).encode())) == 1
 
 
 def test_what_an_adapter_should_not_raise_becomes_a_reason_that_names_it() -> None:

@@ -156,6 +156,23 @@ def test_mutated_real_files(adapter: Adapter, real_documents: dict[str, Document
         redact(run)
 
 
+ODD: tuple[Any, ...] = (None, 5, True, 1.5, "text", [], {}, [None], [5], ["text"], {"a": 1})
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+def test_an_odd_value_at_each_of_the_outer_places(adapter: Adapter, real_documents: dict[str, Document]) -> None:
+    """Each value at each place near the top of a real file, where random choice seldom puts two and two together."""
+    if adapter.name == "aider":
+        return  # text has no places
+    document = real_documents[adapter.name]
+    places = [place for place in mutations(document.value) if len(place) <= 4]
+    for place in places[:: 1 + len(places) // 40]:
+        for odd in ODD:
+            value = replaced(document.value, place, odd)
+            for run in read_or_refuse(adapter, Document("f", "s", document.kind, value)):
+                assert all(call.name for message in run.messages for call in message.tool_calls)
+
+
 @given(data=st.binary(max_size=400) | values.map(lambda value: json.dumps(value).encode()))
 @BOUNDED
 def test_any_bytes(data: bytes) -> None:

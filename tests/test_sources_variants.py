@@ -371,3 +371,39 @@ def test_formats_can_be_forced() -> None:
     data = b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}'
     assert parse(data, source_format="openai-chat")[0].source_format == "openai-chat"
     assert len(BY_NAME) >= 20
+
+
+def test_calls_that_only_old_langchain_fields_hold_are_read() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    fields = {"content": "", "additional_kwargs": {"tool_calls": [call]}}
+    (run,) = read([{"type": "human", "data": {"content": "x"}}, {"type": "ai", "data": fields}], "langchain")
+    assert run.messages[1].tool_calls[0].arguments == '{"a": 1}'
+
+
+def test_calls_of_the_providers_own_tools_are_turns_too() -> None:
+    output = [{"type": "computer_call", "call_id": "c1", "action": {"type": "click"}}]
+    (run,) = read(mini({"object": "response", "output": output}), "mini-swe-agent")
+    (call,) = run.messages[2].tool_calls
+    assert (call.name, call.arguments, call.call_id) == ("computer", '{"type": "click"}', "c1")
+    with pytest.raises(SourceError, match="names no function"):
+        read(mini({"object": "response", "output": [{"type": "function_call", "call_id": "c1"}]}))
+
+
+def test_text_beside_results_in_a_claude_code_line_is_kept() -> None:
+    (run,) = read(
+        [
+            {
+                "type": "user",
+                "uuid": "a",
+                "message": {"role": "user", "content": ["plain", {"type": "text", "text": "x"}]},
+            },
+            {
+                "type": "assistant",
+                "uuid": "b",
+                "parentUuid": "a",
+                "message": {"id": "m", "role": "assistant", "content": [{"type": "text", "text": "y"}]},
+            },
+        ],
+        "claude-code",
+    )
+    assert run.messages[0].content == "plain\nx"

@@ -63,7 +63,7 @@ def _turn(step: dict[str, Any]) -> Message:
 def _results(step: dict[str, Any], turn: Message | None) -> list[Message]:
     messages = []
     calls = turn.tool_calls if turn else ()
-    for position, result in enumerate(dicts(get(step, "observation", "results"))):
+    for position, result in enumerate(objects(get(step, "observation", "results") or [], "results")):
         content = text_of(result.get("content"))
         call_id = string(result.get("source_call_id"))
         call = next((call for call in calls if call_id is not None and call.call_id == call_id), None)
@@ -132,7 +132,7 @@ def _read_one(document: Document, value: dict[str, Any], parent_id: str | None) 
         parent_link="subagent" if parent_id else None,
     )
     runs = [run]
-    for child in dicts(value.get("subagent_trajectories")):
+    for child in objects(value.get("subagent_trajectories") or [], "subagent_trajectories"):
         runs += _read_one(document, child, run.trajectory_id)
     return runs
 

@@ -191,18 +191,18 @@ def read_response_items(items: Iterable[Any]) -> Message | None:
     """One response of the Responses API (a list of output items) as one turn; None when it holds nothing."""
     texts, reasonings, calls = [], [], []
     for item in items:
-        kind = get(item, "type")
+        item = as_dict(item, "an output item")
+        kind = item.get("type")
         if kind == "message":
             texts.append(text_of(item.get("content")))
         elif kind == "reasoning":
             for key in ("summary", "content"):
                 reasonings.append(text_of(item.get(key)))
-        elif kind in ("function_call", "custom_tool_call"):
-            calls.append(
-                tool_call(
-                    item.get("name"), item.get("arguments", item.get("input")), item.get("call_id") or item.get("id")
-                )
-            )
+        elif isinstance(kind, str) and kind.endswith("_call"):
+            own = kind not in ("function_call", "custom_tool_call")  # the provider's tools have no other name
+            name = item.get("name") or (kind.removesuffix("_call") if own else None)
+            arguments = item.get("arguments", item.get("input", item.get("action")))
+            calls.append(tool_call(name, arguments, item.get("call_id") or item.get("id")))
     reasoning = "\n".join(text for text in reasonings if text) or None
     if not texts and not calls and reasoning is None:
         return None

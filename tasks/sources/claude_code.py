@@ -176,9 +176,9 @@ class _Session:
                 unit = self._open(f"{uuid}/{block.get('tool_use_id')}", line, group, position)
                 unit.message = result_message(block)
                 position = unit.key
-        rest = (
-            [block for block in blocks if block.get("type") != "tool_result"] if isinstance(content, list) else content
-        )
+        rest = content
+        if isinstance(content, list):
+            rest = [block for block in content if get(block, "type") != "tool_result"]
         text = text_of(rest)
         if not text and results:
             return position

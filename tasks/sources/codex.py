@@ -86,8 +86,8 @@ def _call(item: dict[str, Any]) -> ToolCall:
         return tool_call(item.get("name"), item.get("arguments"), item.get("call_id"))
     if kind == "custom_tool_call":  # free text, not JSON: kept under one key
         return tool_call(item.get("name"), {"input": item.get("input")}, item.get("call_id"))
-    name = "local_shell" if kind == "local_shell_call" else "web_search"
-    return tool_call(name, item.get("action"), item.get("call_id") or item.get("id"))
+    arguments = item.get("action", item.get("arguments"))
+    return tool_call(kind.removesuffix("_call"), arguments, item.get("call_id") or item.get("id"))
 
 
 def _output(item: dict[str, Any]) -> Message:
@@ -121,9 +121,9 @@ def _add_item(item: dict[str, Any], turns: _Turns) -> None:
         _said(item, turns)
     elif kind == "reasoning":
         turns.reasoning(text_of(item.get("summary")) or text_of(item.get("content")))
-    elif kind in _MODEL_ITEMS:
+    elif kind in _MODEL_ITEMS or str(kind).endswith("_call"):
         turns.call(_call(item))
-    elif kind in _OUTPUTS:
+    elif kind in _OUTPUTS or str(kind).endswith("_output"):
         turns.add(_output(item))
 
 

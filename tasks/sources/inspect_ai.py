@@ -93,7 +93,7 @@ def read(document: Document) -> list[Run]:
         if _is_sample(record):
             runs.append(_read_sample(document, {}, record))
             continue
-        for sample in dicts(record.get("samples")):
+        for sample in objects(record.get("samples") or [], "samples"):
             runs.append(_read_sample(document, record, sample))
     if not runs:
         raise SourceError("inspect-ai: a log without samples")

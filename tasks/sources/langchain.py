@@ -1,7 +1,8 @@
 """LangChain message dumps: `lc` constructors, `messages_to_dict` (type/data), and plain type/content objects.
 
 A call stands twice, in `content` as a tool_use block and in `tool_calls`: it is read once. Calls that LangChain could
-not parse (`invalid_tool_calls`) were emitted by the model all the same.
+not parse (`invalid_tool_calls`) were emitted by the model all the same. Old dumps
+have them in `additional_kwargs` only.
 """
 
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import build, get, objects, string, text_of, tool_call
-from tasks.sources.chat import assistant_blocks
+from tasks.sources.base import as_dict, build, get, objects, string, text_of, tool_call
+from tasks.sources.chat import assistant_blocks, calls_of
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
 
@@ -71,7 +72,8 @@ def _turn(fields: dict[str, Any]) -> Message:
         for key in ("tool_calls", "invalid_tool_calls")
     )
     reasoning = message.reasoning or string(get(fields, "additional_kwargs", "reasoning_content"))
-    return replace(message, tool_calls=(calls or message.tool_calls) + invalid, reasoning=reasoning)
+    made = (calls or message.tool_calls) + invalid or calls_of(as_dict(fields.get("additional_kwargs") or {}))
+    return replace(message, tool_calls=made, reasoning=reasoning)
 
 
 def _read_message(role: str, fields: dict[str, Any], started: bool) -> Message:

@@ -103,7 +103,7 @@ def detect(document: Document) -> bool:
         return True
     messages = first.get("messages")
     if isinstance(messages, list):
-        return "mini_version" in (get(first, "info") or {}) or _is_recording(messages)
+        return get(first, "info", "mini_version") is not None or _is_recording(messages)
     return document.kind == "json" and _is_recording(document.value)
 
 

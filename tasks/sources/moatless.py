@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import as_dict, as_list, build, dicts, get, reward_outcome, string, text_of, tool_call
+from tasks.sources.base import as_dict, build, dicts, get, objects, reward_outcome, string, text_of, tool_call
 from tasks.sources.chat import assistant_blocks, read_message
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
@@ -106,7 +106,7 @@ def _node_messages(node: dict[str, Any], copied: bool) -> list[Message]:
 
 
 def _read_tree(document: Document, tree: dict[str, Any]) -> list[Run]:
-    nodes = dicts(tree.get("nodes")) or list(_flatten(as_dict(tree.get("root"), "root")))
+    nodes = objects(tree.get("nodes") or [], "nodes") or list(_flatten(as_dict(tree.get("root"), "root")))
     system = text_of(get(tree, "agent", "system_prompt"))
     opening = [Message(role="system", author="harness", content=system)] if system else []
     runs: list[Run] = []
@@ -135,9 +135,9 @@ def _read_tree(document: Document, tree: dict[str, Any]) -> list[Run]:
 def _read_transitions(document: Document, run: dict[str, Any]) -> Run:
     messages = [Message(role="user", author="harness", content=text_of(run.get("initial_message")))]
     policy_model: str | None = None
-    for transition in dicts(as_list(run.get("transitions"), "transitions")):
+    for transition in objects(run.get("transitions"), "transitions"):
         model = string(get(transition, "properties", "model"))
-        for step in dicts(transition.get("actions")):
+        for step in objects(transition.get("actions") or [], "actions"):
             action = step.get("action")
             policy_model = policy_model or model
             inner = get(action, "action")

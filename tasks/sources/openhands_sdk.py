@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
+from tasks.sources.base import as_dict, as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
 from tasks.sources.chat import read_message, read_messages, reasoning_of
 from tasks.sources.condensed import Segments
 from tasks.sources.document import Document, SourceError
@@ -34,7 +34,8 @@ def _action(event: dict[str, Any]) -> Message:
         content = content[block.end() :]
     call = event.get("tool_call")
     calls = ()
-    if isinstance(call, dict):
+    if call:
+        call = as_dict(call, "tool_call")
         calls = (
             tool_call(call.get("name") or event.get("tool_name"), call.get("arguments"), event.get("tool_call_id")),
         )
@@ -82,9 +83,8 @@ def _read_events(document: Document) -> list[Run]:
             segments.add(system, event_id)
             tools = json_text(event["tools"]) if event.get("tools") else None
         elif kind == "MessageEvent":
-            raw = event.get("llm_message")
-            if isinstance(raw, dict):
-                segments.add(read_message(raw, user="human"), event_id)
+            raw = as_dict(event.get("llm_message"), "llm_message")
+            segments.add(read_message(raw, user="human"), event_id)
         elif kind == "ActionEvent":
             response = string(event.get("llm_response_id"))
             index = segments.of_response(response, event_id)

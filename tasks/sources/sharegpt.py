@@ -25,12 +25,12 @@ def detect(document: Document) -> bool:
 
 
 def _call_message(value: str) -> Message:
-    """A `function_call` turn: JSON with name and arguments; kept as text where it is no JSON."""
+    """A `function_call` turn: JSON with name and arguments; kept as text where it is no call."""
     try:
         call = loads(value)
     except ValueError:
         call = None
-    if not isinstance(call, dict):
+    if not isinstance(call, dict) or string(call.get("name")) is None:
         return Message(role="assistant", author="policy", content=value)
     call_of = tool_call(call.get("name"), call.get("arguments"), call.get("id"))
     return Message(role="assistant", author="policy", tool_calls=(call_of,))
