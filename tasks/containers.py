@@ -60,8 +60,10 @@ HEAD_BYTES = 1024
 
 def foreign_container(head: bytes) -> str | None:
     """Why a file or member that begins so cannot be read; None when it is no container that we know and do not read."""
-    if head.startswith(b"PK\x05\x06") or (len(head) >= HEAD_BYTES and not any(head[:HEAD_BYTES])):  # zip; tar
+    if head.startswith(b"PK\x05\x06"):
         return "an empty archive"
+    if len(head) >= HEAD_BYTES and not any(head[:HEAD_BYTES]):
+        return "an empty archive, or a file of zeros"
     named = next((name for magic, name in _FOREIGN if head.startswith(magic)), None)
     return None if named is None else f"{named}: unpack it first"
 

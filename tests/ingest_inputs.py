@@ -29,3 +29,7 @@ def first_words(result: Ingested) -> list[str]:
 
 def reasons(result: Ingested) -> dict[str, str]:
     return {Path(dropped.what).name: dropped.reason for dropped in result.report.quarantined}
+
+
+def damage(result: Ingested) -> list[str]:
+    return [dropped.reason for dropped in result.report.damaged]

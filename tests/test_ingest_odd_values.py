@@ -2,7 +2,6 @@
 
 import datetime
 import decimal
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ingest_inputs import chat, first_words, line, reasons, run
+from ingest_inputs import chat, damage, first_words, line, reasons, run
 
 from schemas.config import SourceConfig
-from tasks import archives
 from tasks.read_logs import file_runs
 from tasks.sources import ADAPTERS, Adapter, Document, SourceError, find_adapter, parse, read_document
 from tasks.sources.adapter import guarded
@@ -22,10 +20,6 @@ from tasks.sources.adapter import guarded
 def turn(**fields: Any) -> bytes:
     """A conversation whose answer has these fields."""
     return json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", **fields}]}).encode()
-
-
-def damage(result: Any) -> list[str]:
-    return [dropped.reason for dropped in result.report.damaged]
 
 
 # one odd file costs only itself ---------------------------------------------------------------------------------
@@ -90,11 +84,12 @@ def test_dates_in_yaml_are_text_and_self_reference_is_refused(logs: Path) -> Non
     (logs / "date.yaml").write_text(
         "history:\n- {role: user, content: 2020-01-01, agent: main}\n- {role: assistant, content: b, agent: main}\n"
     )
+    (logs / "chat.yaml").write_text("messages:\n- {role: user, content: 2020-01-02}\n- {role: assistant, content: b}\n")
     (logs / "self.yaml").write_text("history: &a [*a]\n")
     many = "\n".join(["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 49)])
     (logs / "many.yaml").write_text(many)
     result = run(logs)
-    assert set(first_words(result)) == {"2020-01-01", "good"}
+    assert set(first_words(result)) == {"2020-01-01", "2020-01-02", "good"}
     assert "holds itself" in reasons(result)["self.yaml"]
     assert "aliases unfold" in reasons(result)["many.yaml"]
 
@@ -220,73 +215,6 @@ def test_lines_that_hold_no_object_are_listed(logs: Path, odd: bytes, name: str)
 def test_content_of_any_shape_is_kept(content: Any, text: str, role: str) -> None:
     messages = [{"role": "user", "content": "first"}, {"role": role, "content": content}]
     assert parse(json.dumps({"messages": messages}).encode())[0].messages[1].content == text
-
-
-# a bad first record ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first", [b'{"meta": 1}', b"{}", b'{"messages": null}', b'{"messages": 5}', b'{"bad'])
-def test_a_bad_first_line_costs_only_itself(logs: Path, first: bytes) -> None:
-    (logs / "a.jsonl").write_bytes(b"\n".join((first, line("one"), line("two"))))
-    result = run(logs)
-    assert first_words(result) == ["one", "two", "good"]
-    assert damage(result)[0].startswith("line 1: ")
-    assert not result.report.quarantined
-
-
-def test_a_bad_first_record_of_an_array_costs_only_itself(logs: Path) -> None:
-    (logs / "a.json").write_text(json.dumps([5, {"meta": 1}, chat("one"), None, {"messages": 3}, chat("two")]))
-    result = run(logs)
-    assert set(first_words(result)) == {"one", "two", "good"}
-    assert sorted(reason.split(":")[0] for reason in damage(result)) == [f"record {n}" for n in (1, 2, 4, 5)]
-
-
-def test_a_conversation_is_not_looked_into_for_another(logs: Path) -> None:
-    """A list of messages whose first is unknown is one damaged conversation, and not one that begins later."""
-    (logs / "a.json").write_text(json.dumps([{"odd": 1}, *chat("one")["messages"]]))
-    assert reasons(run(logs)) == {"a.json": "no known log format"}
-
-
-def test_an_unknown_file_stays_one_reason(logs: Path) -> None:
-    (logs / "a.jsonl").write_bytes(b'{"x": 1}\n' * 100)
-    result = run(logs)
-    assert reasons(result) == {"a.jsonl": "no known log format"}
-    assert not result.report.damaged
-
-
-def test_rows_are_counted_through_the_whole_of_a_parquet_file(logs: Path) -> None:
-    rows: list[dict[str, Any]] = [chat(f"r{n}") for n in range(70)]
-    rows[0] = rows[40] = {"messages": None}
-    pq.write_table(pa.Table.from_pylist(rows), logs / "a.parquet")
-    result = run(logs)
-    assert len(first_words(result)) == 69
-    assert [reason.split(":")[0] for reason in damage(result)] == ["record 1", "record 41"]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_lines_are_counted_through_the_whole_of_a_file_read_in_pieces(
-    logs: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
-) -> None:
-    monkeypatch.setattr(archives, "_PIECE_BYTES", 2000)
-    monkeypatch.setattr(archives, "MAX_DOCUMENT_BYTES", 6000)
-    lines = [line(f"l{number}") for number in range(1, 201)]
-    lines[99] = lines[149] = b'{"messages": 5}'
-    lines[119] = b'{"cut'
-    lines[139] = line("x" * 20_000)
-    data = b"\n".join(lines)
-    (logs / "a.jsonl").write_bytes(data) if not packed else (logs / "a.jsonl.gz").write_bytes(gzip.compress(data))
-    result = run(logs)
-    assert len(first_words(result)) == 197
-    assert [reason.split(":")[0] for reason in damage(result)] == ["line 100", "line 120", "line 140", "line 150"]
-
-
-def test_the_format_that_was_asked_for_also_reads_files_in_pieces(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archives, "_PIECE_BYTES", 2000)
-    path = logs / "a.jsonl"
-    path.write_bytes(b"\n".join(line(f"l{number}") for number in range(100)))
-    found = [document for document in archives.file_documents(path, "sharegpt") if isinstance(document, Document)]
-    assert len(found) > 1
-    assert not list(archives.file_documents(path, "claude-code"))[1:]  # one session, read whole
 
 
 # numbers --------------------------------------------------------------------------------------------------------

@@ -54,16 +54,14 @@ class Document:
 
     @property
     def records(self) -> list[Any]:
-        """The lines of JSON Lines, the items of a JSON array, or the one JSON value, as a list."""
-        if self.kind in ("json", "jsonl"):
-            return self.value if isinstance(self.value, list) else [self.value]
-        return []
+        """The lines of JSON Lines, the items of an array, or the one value of JSON or YAML, as a list."""
+        if self.kind == "text":
+            return []
+        return self.value if isinstance(self.value, list) else [self.value]
 
     @property
     def first(self) -> dict[str, Any]:
         """The first record if it is an object, else an empty one: what detection looks at."""
-        if self.kind == "yaml":
-            return self.value if isinstance(self.value, dict) else {}
         records = self.records
         return records[0] if records and isinstance(records[0], dict) else {}
 
@@ -251,6 +249,7 @@ def read_document(data: bytes, path: str = "", *, blake3: str | None = None) -> 
         raise SourceError("empty file")
     if b"\0" in body[:4096]:
         raise SourceError("binary data, not a log")
+    first_number = 1 + text_bytes[: text_bytes.find(body[:1])].count(b"\n")
     if body[:1] in b"{[":
         _refuse_many_values(body)
         first_problem = "more than one value"
@@ -260,11 +259,14 @@ def read_document(data: bytes, path: str = "", *, blake3: str | None = None) -> 
                 return Document(path, blake3, "json", value, n_replaced=n_replaced)
             except ValueError as error:
                 first_problem = str(error)
-        blank = text_bytes[: text_bytes.find(body[:1])]
-        lines = read_lines(body, 1 + blank.count(b"\n"))
+        lines = read_lines(body, first_number)
         if lines.values:
             return lines.document(path, blake3)
         raise SourceError(f"not valid JSON: {first_problem}")
+    if _begins_with_a_whole_line(body):  # of another kind than an object
+        lines = read_lines(body, first_number)
+        if lines.values:
+            return lines.document(path, blake3)
     text = body.decode("utf-8", "replace").replace("\r\n", "\n")
     if _YAML_START.match(text):
         value = _read_yaml(text)

@@ -106,7 +106,7 @@ def _read_run(document: Document, run: dict[str, Any]) -> Run:
 
 
 def read(document: Document) -> list[Run]:
-    runs = [document.value] if document.kind == "yaml" else dicts(document.records)
+    runs = dicts(document.records)
     if not runs:
         raise SourceError("swe-agent: no run in the file")
     return [_read_run(document, run) for run in runs]
