@@ -97,6 +97,7 @@ def _(result: Rendered) -> Card:
 @card.register
 def _(result: Paired) -> Card:
     report, shared = result.report, result.report.shared_prefix_histogram
+    gaps = {name.replace("_", " "): n_tokens for name, n_tokens in report.length_gap_tokens.items()}
     markdown = md.page(
         f"**{report.n_pairs:,} pairs** of {report.n_tasks_with_pairs:,} tasks.",
         md.counts("By rule", ("rule", "pairs"), report.by_rule),
@@ -106,7 +107,7 @@ def _(result: Paired) -> Card:
         md.picture(charts.bars(shared, x_label="shared leading tokens", y_label="pairs"), "pairs by shared prefix")
         if shared
         else "",
-        md.values("Length gap, chosen minus rejected", ("", "tokens"), report.length_gap_tokens),
+        md.values("Length gap, chosen minus rejected", ("", "tokens"), gaps),
         md.dropped("Dropped", report.dropped),
         md.payloads(result.refs()),
     )

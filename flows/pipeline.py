@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
 
 from artifacts.cards import Card, card, run_card
@@ -68,11 +69,13 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        status: RunStatus = "cancelled" if kind is StageCancelledError else "failed"
         if kind is None or kind is Reached:
             self._update(status="completed")
+        elif kind in (TerminationSignal, KeyboardInterrupt):
+            self._update(status="cancelled", message="stopped: cancelled, or its worker was stopped")
         else:
-            self._update(status=status, message=str(error) or type(error).__name__)
+            status: RunStatus = "cancelled" if kind is StageCancelledError else "failed"
+            self._update(status=status, message=str(error) or kind.__name__)
         for scope in reversed(self._scopes):
             scope.__exit__(None, None, None)
         show(run_card(self.report))

@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+import prefect.settings
 import pytest
 import yaml
 from conftest import REPOSITORY
@@ -15,6 +16,7 @@ from flows.deploy import ENDING, NOTIFYING, POOL_LIMITS, flow_name, prefect_file
 from flows.full import traceforge
 from schemas.config import RunConfig
 from schemas.load import load_config
+from tasks.launch import STOP_GRACE_S
 
 DEPLOYMENTS = REPOSITORY / "deployments"
 
@@ -83,11 +85,34 @@ def test_silence_is_longer_than_three_heartbeats_and_only_on_our_pools() -> None
         assert content["trigger"]["within"] > 3 * heartbeat_s
 
 
-def test_server_unit_binds_loopback_and_workers_create_no_pool() -> None:
-    server = (DEPLOYMENTS / "systemd" / "traceforge-server.service").read_text()
-    worker = (DEPLOYMENTS / "systemd" / "traceforge-worker@.service").read_text()
-    assert "--host 127.0.0.1" in server
-    assert "--no-create-pool-if-not-found" in worker
+def unit(name: str) -> list[str]:
+    return (DEPLOYMENTS / "systemd" / name).read_text().splitlines()
+
+
+def test_server_unit_binds_loopback_and_writes_below_its_home_only() -> None:
+    server = unit("traceforge-server.service")
+    assert any("--host 127.0.0.1" in line for line in server)
+    assert {"ProtectSystem=strict", "ReadWritePaths=/var/lib/traceforge", "UMask=0077"} <= set(server)
+    environment = (DEPLOYMENTS / "systemd" / "prefect.env").read_text()
+    for folder in ("PREFECT_HOME", "PREFECT_UI_STATIC_DIRECTORY"):
+        assert re.search(rf"^{folder}=/var/lib/traceforge/\w+$", environment, re.MULTILINE)
+
+
+def test_worker_unit_waits_for_the_server_and_lets_ranks_save() -> None:
+    """Tried under systemd 252: with KillMode=mixed the ranks were killed as soon as the worker had gone."""
+    worker = unit("traceforge-worker@.service")
+    assert any(line.startswith("ExecStartPre=") and "server status --wait" in line for line in worker)
+    assert any("--no-create-pool-if-not-found" in line for line in worker)
+    assert {"KillMode=control-group", "OOMPolicy=continue", "Restart=always", "UMask=0077"} <= set(worker)
+    (limit,) = (line.partition("=")[2] for line in worker if line.startswith("TimeoutStopSec="))
+    assert float(limit) > STOP_GRACE_S
+
+
+def test_settings_of_the_services_are_known_to_prefect() -> None:
+    names = re.findall(r"^#?(PREFECT_\w+)=", (DEPLOYMENTS / "systemd" / "prefect.env").read_text(), re.MULTILINE)
+    assert len(names) >= 8
+    for name in names:
+        assert getattr(prefect.settings, name).name == name
 
 
 @pytest.mark.parametrize("pool", ["docker", "kubernetes"])

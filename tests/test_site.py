@@ -192,6 +192,8 @@ def test_cancelled_training_leaves_no_process_and_a_free_pool(site: Deployed) ->
     wait_for(lambda: not trainings(site.folder), 300, "the end of the training process")
     wait_for(lambda: all(run["state_type"] in FINAL for run in site.flow_runs()), 300, "final states of all runs")
     assert [run["flow_name"] for run in site.flow_runs() if run["state_type"] == "CANCELLED"] == ["traceforge", "sft"]
+    record = read_runs(site.folder / "store")[-1]
+    assert (record.status, record.message) == ("cancelled", "stopped: cancelled, or its worker was stopped")
 
 
 def test_cancelled_stage_cancels_its_pipeline(site: Deployed) -> None:
