@@ -24,7 +24,7 @@ from tasks.columns import record_batch
 from tasks.containers import ReadError, Unreadable
 from tasks.documents import store_documents
 from tasks.input_files import DigestBook, InputFile, unreadable
-from tasks.redact import redact
+from tasks.redact import Redactor, redact
 from tasks.row_documents import dataset_documents
 from tasks.segments import ROWS_PER_BATCH, Segment
 from tasks.sources import Adapter, Document, SourceError, recognised
@@ -33,6 +33,7 @@ from tasks.sources.base import digest
 from tasks.sources.draft import Run
 from tasks.sources.side_files import SideFact, read_side_file
 
+_REASON_CHARS = 300
 _RECORDED_RUNS = 4096
 _RECORDED_CHARS = 64 << 20
 """After so many the catalog is brought up to date: an interrupted night loses no more."""
@@ -54,11 +55,21 @@ class _Read:
     entries: list[RunEntry] = field(default_factory=list)
     openings: list[tuple[str, int]] = field(default_factory=list)
 
-    def notes(self) -> FileNotes:
+    def notes(self, config: SourceConfig) -> FileNotes:
         facts = [
             {**asdict(fact), "outcome": fact.outcome.model_dump() if fact.outcome else None} for fact in self.facts
         ]
-        return FileNotes(facts, self.quarantined, self.damaged, dict(self.redactions), self.n_replaced)
+        quarantined = [(what, _told(reason, config)) for what, reason in self.quarantined]
+        damaged = [(what, _told(reason, config)) for what, reason in self.damaged]
+        return FileNotes(facts, quarantined, damaged, dict(self.redactions), self.n_replaced)
+
+
+def _told(reason: str, config: SourceConfig) -> str:
+    """The reason, which may quote the log, as it may be written down: redacted first and cut then, since no pattern
+    knows half a token. The paths beside it stay: they are for finding the files.
+    """
+    told = Redactor().text(reason) if config.redact else reason
+    return told if len(told) <= _REASON_CHARS else f"{told[:_REASON_CHARS]}…"
 
 
 def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator[Run]:
@@ -238,7 +249,7 @@ class SegmentWriter:
         """Files whose rows lie in the first `n_bytes` of the segment are not read again after an interruption."""
         while self._finished and self._finished[0][0] <= self._n_written:
             _, file, read = self._finished.popleft()
-            self.catalog.put(file, read.digest, read.notes(), read.entries, read.openings, read.was_read)
+            self.catalog.put(file, read.digest, read.notes(self.config), read.entries, read.openings, read.was_read)
         if self._n_written:
             self.catalog.put_segment(Segment(self.name, self._n_written, n_bytes, sha256))
         self.catalog.commit()

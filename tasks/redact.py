@@ -8,7 +8,7 @@ Each value gets one placeholder for the whole run, so that a path written in tur
 Placeholders hold no quote and no backslash, so JSON stays JSON.
 """
 
-import re
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from threading import local
@@ -17,6 +17,8 @@ import hyperscan
 from msgspec import msgpack
 from msgspec.structs import replace
 
+from tasks.escapes import offset, unescaped
+from tasks.personal_data import dashed_users, short_home_users
 from tasks.secret_rules import rules
 from tasks.sources.base import digest
 from tasks.sources.draft import CharSpan, Message, Run, ToolCall
@@ -34,8 +36,6 @@ class _Scratches(local):
 
 
 _SCRATCHES = _Scratches()
-_ESCAPE = re.compile(r"\\+(?:u(?!0040)[0-9a-fA-F]{4}|[nrtbf\"/])")
-_ESCAPED_AT = re.compile(r"\\+u0040")
 
 
 @dataclass
@@ -45,6 +45,8 @@ class Redactor:
     counts: Counter[str] = field(default_factory=Counter)
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
     _numbers: Counter[str] = field(default_factory=Counter)
+    _dashed: dict[str, str] = field(default_factory=dict)
+    """Users' names as coding agents write them in names of folders -> as they are."""
     _hints: tuple[str, ...] = ("",)
     """A text without any of these has nothing to replace."""
 
@@ -56,10 +58,12 @@ class Redactor:
             found.append(index)
 
         rules()[1].scan(text, match_event_handler=note, scratch=_SCRATCHES.own())
-        return sorted(found)
+        return sorted(set(found))
 
     def _placeholder(self, kind: str, value: str) -> str:
-        key = (kind, _ESCAPED_AT.sub("@", value).lower() if kind == "email" else value)
+        if kind == "home_directory":
+            value = self._dashed.get(value, value)
+        key = (kind, value.lower() if kind == "email" else value)
         if key not in self._names:
             self._numbers[kind] += 1
             number = self._numbers[kind]
@@ -72,17 +76,27 @@ class Redactor:
         triggered = self._triggered(text.encode()) if any(hint in text for hint in self._hints) else []
         if not triggered:
             return []
-        # an escape before a value (\nalice@...) is no part of it; blanks of equal length keep the offsets
-        plain = _ESCAPE.sub(lambda match: " " * len(match.group()), text) if "\\" in text else text
+        plain, ends, shifts = unescaped(text) if "\\" in text else (text, [], [0])
+        if ends:
+            triggered = sorted({*triggered, *self._triggered(plain.encode())})
         taken: list[tuple[int, int, str]] = []
         for index in triggered:
             rule = rules()[0][index]
             for start, end in rule.find(plain):
-                if all(end <= other[0] or start >= other[1] for other in taken):
-                    taken.append((start, end, rule.kind))
-        taken.sort()
+                end = self._home_end(plain, start, end) if rule.kind == "home_directory" else end
+                at = bisect_left(taken, (start,))
+                if (not at or taken[at - 1][1] <= start) and (at == len(taken) or end <= taken[at][0]):
+                    taken.insert(at, (start, end, rule.kind))
         self.counts.update(kind for _, _, kind in taken)
-        return [(start, end, self._placeholder(kind, plain[start:end])) for start, end, kind in taken]
+        return [
+            (offset(start, ends, shifts), offset(end, ends, shifts), self._placeholder(kind, plain[start:end]))
+            for start, end, kind in taken
+        ]
+
+    def _home_end(self, text: str, start: int, end: int) -> int:
+        """Where the user's name ends in `-Users-jane-doe-project`, if the run names the home directory elsewhere."""
+        names = [name for name in self._dashed if text.startswith(name, start) and text[start + len(name)] in "-/"]
+        return max([end, *[start + len(name) for name in names]])
 
     def text(self, text: str) -> str:
         """The text with placeholders."""
@@ -130,6 +144,8 @@ class Redactor:
         if triggered:
             if all(rule.hints for rule in triggered):  # most often addresses or home directories, in a few messages
                 self._hints = tuple(hint for rule in triggered for hint in rule.hints)
+            if any(rule.find is short_home_users for rule in triggered):
+                self._dashed = dashed_users(_all_text(run).decode(errors="replace"))
             messages = tuple([self.message(message) for message in run.messages])
             others = {name: self.text(value) for name in _RUN_TEXTS if (value := getattr(run, name))}
             run = replace(run, messages=messages, **others)

@@ -9,38 +9,32 @@ import hyperscan
 from detect_secrets.plugins.aws import AWSKeyDetector
 from detect_secrets.plugins.azure_storage_key import AzureStorageKeyDetector
 from detect_secrets.plugins.base import RegexBasedDetector
-from detect_secrets.plugins.basic_auth import BasicAuthDetector
 from detect_secrets.plugins.discord import DiscordBotTokenDetector
-from detect_secrets.plugins.github_token import GitHubTokenDetector
-from detect_secrets.plugins.gitlab_token import GitLabTokenDetector
-from detect_secrets.plugins.jwt import JwtTokenDetector
 from detect_secrets.plugins.mailchimp import MailchimpDetector
-from detect_secrets.plugins.npm import NpmDetector
-from detect_secrets.plugins.openai import OpenAIDetector
-from detect_secrets.plugins.pypi_token import PypiTokenDetector
 from detect_secrets.plugins.sendgrid import SendGridDetector
 from detect_secrets.plugins.slack import SlackDetector
 from detect_secrets.plugins.square_oauth import SquareOAuthDetector
-from detect_secrets.plugins.stripe import StripeDetector
-from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
 from detect_secrets.plugins.twilio import TwilioKeyDetector
 
-from tasks.assigned_secrets import ASSIGNED_TRIGGER, BEARER_TRIGGER, assigned_values, bearer_values
+from tasks import credentials, personal_data
+from tasks.assigned_secrets import ASSIGNED_TRIGGERS, assigned_values, spaced_values
+from tasks.escapes import ESCAPES_HINTS, ESCAPES_TRIGGER
+from tasks.token_formats import TOKEN_FORMATS, token_finder, token_trigger
 
 Spans = Iterable[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`find` gives the spans of values. It runs only on texts in which `trigger` matches: Hyperscan looks for all
-    triggers at once, in one pass whose time is linear in the text.
+    """`find` gives the spans of values. It runs only on texts in which one of `triggers` matches: Hyperscan looks for
+    all at once, in one pass whose time is linear in the text.
     """
 
     kind: str
-    trigger: str
+    triggers: tuple[str, ...]
     find: Callable[[str], Spans]
     hints: tuple[str, ...] = ()
-    """A text in which the trigger matches holds one of these; empty: nothing so simple is known."""
+    """A text in which a trigger matches holds one of these; empty: nothing so simple is known."""
 
 
 def _matches(*patterns: re.Pattern[str]) -> Callable[[str], Spans]:
@@ -58,46 +52,7 @@ def _matches(*patterns: re.Pattern[str]) -> Callable[[str], Spans]:
 
 def _library(detector: type[RegexBasedDetector], trigger: str) -> Rule:
     instance = detector()
-    return Rule(str(instance.secret_type).lower().replace(" ", "_"), trigger, _matches(*instance.denylist))
-
-
-_DOMAIN = re.compile(r"(?:@|\\+u0040)((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,5}[A-Za-z]{2,24})(?![\w(-])")
-_LOCAL_PART = re.compile(r"(?:^|[^\w.+-])([A-Za-z0-9](?:[\w.+-]{0,62}\w)?)$")
-_KEPT_DOMAINS = (".example", "example.com", "example.org", "example.net", ".invalid", ".test", ".localhost")
-_HOME = re.compile(
-    r"(?:/home/|/Users/|:(?<=[A-Za-z]:)(?:\\{1,4}Users(?:\\{1,4}|/)|/Users\\{1,4}))([A-Za-z0-9][\w.-]*\w|\w)"
-)
-_SHORT_HOME = re.compile(
-    r"(?:(?<![^\s\"'=:(])~(?=[\w.-]+/)|(?<![^/])-(?:home|Users)-(?=\w))([A-Za-z][A-Za-z0-9_]+)(?=[/-]|$)"
-)
-"""`~jane/`, and `-home-jane-project` as coding agents name the folder of a project's logs."""
-_KEPT_USERS = frozenset(
-    (
-        *("user", "users", "username", "your-name", "your_username", "yourname", "name", "you", "me", "sample_user"),
-        *("root", "admin", "ubuntu", "debian", "runner", "runneradmin", "vscode", "node", "agent", "app", "dev"),
-        *("openhands", "swe-agent", "testuser", "jovyan", "gitpod", "coder", "codespace", "circleci", "linuxbrew"),
-        *("docker", "nobody", "public", "shared", "default", "all"),
-    )
-)
-"""Names that machines and examples have; a path with one of them says nothing about a person."""
-
-
-def _emails(text: str) -> Iterator[tuple[int, int]]:
-    """Addresses, looked for from the @ outwards: that is linear in the text."""
-    for match in _DOMAIN.finditer(text):
-        local = _LOCAL_PART.search(text, max(0, match.start() - 66), match.start())
-        kept = local is None or local.group(1) == "git" or match.group(1).lower().endswith(_KEPT_DOMAINS)
-        if local is not None and not kept:
-            yield local.start(1), match.end()
-
-
-def _home_users(pattern: re.Pattern[str]) -> Callable[[str], Spans]:
-    def find(text: str) -> Iterator[tuple[int, int]]:
-        for match in pattern.finditer(text):
-            if match.group(1).lower() not in _KEPT_USERS:
-                yield match.span(1)
-
-    return find
+    return Rule(str(instance.secret_type).lower().replace(" ", "_"), (trigger,), _matches(*instance.denylist))
 
 
 _KEY_NAME = r"[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
@@ -108,51 +63,54 @@ _PRIVATE_KEY = re.compile(
     re.DOTALL,
 )
 """Whole, or cut off: then up to where the base64 ends."""
-_PLAIN_TOKENS = (
-    re.compile(r"\bsk-(?:proj-|ant-|or-|svcacct-)?[A-Za-z0-9_-]{20,200}"),
-    re.compile(r"\bgithub_pat_[A-Za-z0-9_]{22,255}"),
-    re.compile(r"\bhf_[A-Za-z0-9]{30,60}"),
-    re.compile(r"\bnpm_[A-Za-z0-9]{36}\b"),
-    re.compile(r"\bAIza[A-Za-z0-9_-]{35}"),
-    re.compile(r"\bya29\.[A-Za-z0-9_-]{20,400}"),
-)
+_JWT = re.compile(r"\beyJ[\w=-]{10,8192}(?:\.[\w=+/-]*){0,3}\.[\w=+/-]{6,}", re.ASCII)
+
+
+def _all_assigned(text: str) -> Iterator[tuple[int, int]]:
+    yield from assigned_values(text)
+    yield from spaced_values(text)
+
+
+def _nothing(_: str) -> Spans:
+    return ()
 
 
 @cache
 def rules() -> tuple[tuple[Rule, ...], hyperscan.Database]:
     """(the rules, their triggers in one database). Earlier rules win where two find the same text."""
     found = (
-        Rule("private_key", "PRIVATE KEY", _matches(_PRIVATE_KEY)),
+        Rule("private_key", ("PRIVATE KEY",), _matches(_PRIVATE_KEY)),
+        *[Rule(kind, (token_trigger(*shape),), token_finder(*shape)) for kind, *shape in TOKEN_FORMATS],
         _library(AWSKeyDetector, r"(?:AKIA|ASIA|ABIA|ACCA|A3T)[0-9A-Z]{16}|(?i:aws.{0,20}(?:key|pwd|pw|pass|token))"),
-        _library(GitHubTokenDetector, r"gh[pousr]_[A-Za-z0-9_]{36}"),
-        _library(GitLabTokenDetector, r"(?:gl[a-z]{2,6}-|GR1348941)[A-Za-z0-9_-]{20}"),
         _library(SlackDetector, r"xox[abposr]-|hooks\.slack\.com"),
-        _library(StripeDetector, r"[rs]k_live_"),
         _library(TwilioKeyDetector, r"(?i)twilio"),
         _library(SendGridDetector, r"SG\.[a-zA-Z0-9_-]{22}"),
         _library(MailchimpDetector, r"[0-9a-z]{8}-us[0-9]"),
-        _library(NpmDetector, "_authToken"),
-        _library(PypiTokenDetector, "pypi-Ag"),
-        _library(OpenAIDetector, "T3BlbkFJ"),
         _library(DiscordBotTokenDetector, r"(?i)discord"),
-        _library(TelegramBotTokenDetector, r"(?i)telegram"),
         _library(SquareOAuthDetector, "sq0csp"),
-        _library(JwtTokenDetector, r"eyJ[A-Za-z0-9_=-]+\."),
+        Rule("json_web_token", (r"eyJ[\w=-]{10}[\w=-]*\.",), _matches(_JWT)),
         _library(AzureStorageKeyDetector, "AccountKey="),
-        _library(BasicAuthDetector, r"://[^:/?#\s]+:[^:/?#\s]+@"),
-        Rule("token", r"(?:sk-|github_pat_|hf_|npm_|AIza|ya29\.)[A-Za-z0-9_-]{20}", _matches(*_PLAIN_TOKENS)),
-        Rule("authorization", BEARER_TRIGGER, bearer_values),
-        Rule("assigned_secret", ASSIGNED_TRIGGER, assigned_values),
-        Rule("email", r"(?:@|\\u0040)[A-Za-z0-9.-]+\.[A-Za-z]", _emails, ("@", "u0040")),
-        Rule("home_directory", r"/home/\w|[/\\]Users[/\\]", _home_users(_HOME), ("/home/", "Users")),
+        Rule("basic_auth_credentials", (credentials.URL_TRIGGER,), credentials.url_passwords),
+        Rule("authorization", credentials.AUTHORIZATION_TRIGGERS, credentials.authorizations),
+        Rule("cookie", (credentials.COOKIE_TRIGGER,), credentials.cookies),
+        Rule("login", (credentials.ENCODED_LOGIN_TRIGGER,), credentials.encoded_logins),
+        Rule("password", credentials.OPTION_TRIGGERS, credentials.option_passwords),
+        Rule("assigned_secret", ASSIGNED_TRIGGERS, _all_assigned),
+        Rule("email", (personal_data.EMAIL_TRIGGER,), personal_data.emails, ("@",)),
+        Rule("home_directory", (personal_data.HOME_TRIGGER,), personal_data.home_users, personal_data.HOME_HINTS),
         Rule(
-            "home_directory", r"~[a-z][\w.-]*/|-(?:home|Users)-\w", _home_users(_SHORT_HOME), ("~", "-home-", "-Users-")
+            "home_directory",
+            (personal_data.SHORT_HOME_TRIGGER,),
+            personal_data.short_home_users,
+            ("~", "-home-", "-Users-"),
         ),
+        Rule("escapes", (ESCAPES_TRIGGER,), _nothing, ESCAPES_HINTS),
     )
-    triggers = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
-    triggers.compile(
-        expressions=[rule.trigger.encode() for rule in found],
-        ids=list(range(len(found))),
-        flags=[hyperscan.HS_FLAG_SINGLEMATCH] * len(found),
+    triggers = [(trigger.encode(), index) for index, rule in enumerate(found) for trigger in rule.triggers]
+    database = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
+    database.compile(
+        expressions=[trigger for trigger, _ in triggers],
+        ids=[index for _, index in triggers],
+        flags=[hyperscan.HS_FLAG_SINGLEMATCH] * len(triggers),
     )
-    return found, triggers
+    return found, database

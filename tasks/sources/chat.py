@@ -34,7 +34,7 @@ def role_of(raw: dict[str, Any]) -> str:
     try:
         return _ROLES[raw["role"]]
     except (KeyError, TypeError):
-        role = repr(raw.get("role"))[:40]
+        role = repr(raw.get("role"))[:200]
         raise SourceError(f"unknown message role {role}: write it as one of system, user, assistant, tool") from None
 
 
