@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-_KEYS = r"(?:api|access|secret|account|auth|private|subscription|encryption|signing|master)[-_ ]?key"
+_KEYS = r"(?:api|access|secret|account|auth|subscription|encryption|signing|master)[-_ ]?key"
 _NAMES = rf"(?:{_KEYS}|secret|token|passwd|password|passphrase)"
 _SHORT_NAMES = r"(?:(?<![A-Za-z])(?i:pass|pwd)|(?<=[a-z])(?:Pass|Pwd))"
 _CHARACTER = r"[^\s\"'<>(){}\[\],;|\\`$]"

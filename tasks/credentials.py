@@ -54,7 +54,7 @@ _USER_INFO = re.compile(r"://[^\s:/?#@\"'<>\\`]{0,256}:([^\s/?#\"'<>\\`]{1,512})
 def url_passwords(text: str) -> Iterator[tuple[int, int]]:
     """Spans of the passwords of URLs: up to the last @ before the host ends."""
     for match in _USER_INFO.finditer(text):
-        if not re.match(r"(?:\$|%[sd(]|\*+$|x+$|\.+$)|.*[{}]", match.group(1)):
+        if not re.match(r"(?:\$|\[|%[sd(]|\*+$|x+$|\.+$)|.*[{}]", match.group(1)):
             yield match.span(1)
 
 

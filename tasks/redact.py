@@ -95,8 +95,8 @@ class Redactor:
 
     def _home_end(self, text: str, start: int, end: int) -> int:
         """Where the user's name ends in `-Users-jane-doe-project`, if the run names the home directory elsewhere."""
-        names = [name for name in self._dashed if text.startswith(name, start) and text[start + len(name)] in "-/"]
-        return max([end, *[start + len(name) for name in names]])
+        ends = [start + len(name) for name in self._dashed if text.startswith(name, start)]
+        return max([end, *[other for other in ends if text[other : other + 1] in ("", "-", "/")]])
 
     def text(self, text: str) -> str:
         """The text with placeholders."""

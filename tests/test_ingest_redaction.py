@@ -38,3 +38,17 @@ def test_unredacted_rows_keep_their_paths(tmp_path: Path) -> None:
     result = ingest(SourceConfig(paths=(str(log),), redact=False), Store(tmp_path / "store"))
     (row,) = iter_rows(open_table(result.trajectories))
     assert row["source_path"] == str(log)
+
+
+def test_reasons_quote_no_secret_and_are_short(tmp_path: Path) -> None:
+    secret = "AKIA" + "QYLPMN5HFIQR7XYA"
+    (tmp_path / "logs").mkdir()
+    for number, role in enumerate((secret, "x" * 30 + secret, "long " * 200)):
+        log = {"messages": [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]}
+        (tmp_path / "logs" / f"{number}.json").write_text(json.dumps(log))
+    (tmp_path / "logs" / "good.json").write_text(_chat("one"))
+    result = ingest(SourceConfig(paths=(str(tmp_path / "logs"),)), Store(tmp_path / "store"))
+    assert result.report.n_quarantined == 3
+    assert max(len(dropped.reason) for dropped in result.report.quarantined) <= 301
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "logs"]
+    assert not [path for path in written if secret[:12].encode() in path.read_bytes()]
