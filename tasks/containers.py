@@ -148,15 +148,19 @@ def at_least_one(documents: Iterator[Document | Unreadable]) -> Iterator[Documen
 
 def is_read_in_pieces(path: str, head: bytes, source_format: str) -> bool:
     """Whether every line of a file that begins so is a run of its own. Its first line must be a whole JSON value."""
-    first_lines = b"".join(head.removeprefix(UTF8_MARK).splitlines(keepends=True)[:_FIRST_LINES])
-    if b"\n" not in first_lines:
-        return False
-    lines = read_lines(first_lines)
+    first_lines = head.removeprefix(UTF8_MARK).split(b"\n", _FIRST_LINES)[:-1]  # the last may be cut
     try:
-        loads(first_lines[: first_lines.find(b"\n")])
-        return bool(lines.values) and recognised(lines.document(path, ""), source_format)[0].by_record
-    except ValueError:  # SourceError too: what it is, is told when it was read
+        loads(first_lines[0] if first_lines else b"")
+    except ValueError:
         return False
+    for n_lines in (1, len(first_lines)):  # the others only if the first does not say it: they may be long
+        lines = read_lines(b"\n".join(first_lines[:n_lines]))
+        try:
+            if lines.values:
+                return recognised(lines.document(path, ""), source_format)[0].by_record
+        except SourceError:
+            continue
+    return False
 
 
 def whole_lines(

@@ -63,14 +63,21 @@ def test_lines_are_counted_through_the_whole_of_a_file_read_in_pieces(
     monkeypatch.setattr(archives, "_PIECE_BYTES", 2000)
     monkeypatch.setattr(archives, "MAX_DOCUMENT_BYTES", 6000)
     lines = [line(f"l{number}") for number in range(1, 201)]
+    lines[0] = b'{"meta": 1}'
     lines[99] = lines[149] = b'{"messages": 5}'
     lines[119] = b'{"cut'
     lines[139] = line("x" * 20_000)
     data = b"\n".join(lines)
     (logs / "a.jsonl").write_bytes(data) if not packed else (logs / "a.jsonl.gz").write_bytes(gzip.compress(data))
     result = run(logs)
-    assert len(first_words(result)) == 197
-    assert [reason.split(":")[0] for reason in damage(result)] == ["line 100", "line 120", "line 140", "line 150"]
+    assert len(first_words(result)) == 196
+    assert [reason.split(":")[0] for reason in damage(result)] == [
+        "line 1",
+        "line 100",
+        "line 120",
+        "line 140",
+        "line 150",
+    ]
 
 
 def test_the_format_that_was_asked_for_also_reads_files_in_pieces(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
