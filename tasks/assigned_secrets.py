@@ -31,17 +31,17 @@ ASSIGNED_TRIGGERS = (
 _SEPARATOR = re.compile(
     r"(?:[:!=]?={1,2}>?|:|,(?=\s{0,3}[\"']))\s{0,5}([A-Za-z@$]{1,2}(?=\s{0,3}[\"']))?([\"'\s]{0,8})(?=[^\s\"'<>()\[\],;|`])"
 )
-_VALUE = re.compile(rf"(?:{_CHARACTER}|(?<!^)\$(?![A-Za-z_{{(])){{8,4096}}")
-_QUOTED_VALUE = re.compile(rf"{_CHARACTER}(?:{_CHARACTER}|\$(?![{{(])){{7,4095}}(?=\s?[\"'])")
+_VALUE = re.compile(rf"(?:{_CHARACTER}|(?<!^)\$(?![A-Za-z_{{(])){{8,1024}}")
+_QUOTED_VALUE = re.compile(rf"{_CHARACTER}(?:{_CHARACTER}|\$(?![{{(])){{7,1023}}(?=\s?[\"'])")
 _NAME_BEFORE = re.compile(
     rf"((?i:auth|access|client)[_-]?)?((?i:{_NAMES})|{_SHORT_NAMES})"
     rf"[\"'\s\]]{{0,6}}(?:[\"',\s]{{1,24}}(?i:value)[\"'\s]{{0,4}})?{_TYPE}\s{{0,3}}$"
 )
 _SPACED = re.compile(
     rf"(?:(?:\bENV|\bset|\bsetenv)\s{{1,3}}(?:-\w{{1,3}}\s{{1,3}})?[\w:/.-]{{0,60}}?|(?<![\w-])--[\w-]{{0,40}}?)"
-    rf"((?i:{_NAMES})|{_SHORT_NAMES})\s{{1,3}}[\"']{{0,2}}({_CHARACTER}{{8,4096}})"
-    rf"|\b(?i:password)\s{{1,4}}[\"']({_CHARACTER}{{8,4096}})(?=\s?[\"'])"
-    rf"|<[\w:.-]{{0,40}}?(?i:{_NAMES})(?:\s[^<>]{{0,80}})?>({_CHARACTER}{{8,4096}})(?=</)"
+    rf"((?i:{_NAMES})|{_SHORT_NAMES})\s{{1,3}}[\"']{{0,2}}({_CHARACTER}{{8,1024}})"
+    rf"|\b(?i:password)\s{{1,4}}[\"']({_CHARACTER}{{8,1024}})(?=\s?[\"'])"
+    rf"|<[\w:.-]{{0,40}}?(?i:{_NAMES})(?:\s[^<>]{{0,80}})?>({_CHARACTER}{{8,1024}})(?=</)"
 )
 """No sign between name and value: a variable's, an option's, SQL's `PASSWORD '...'`, an element's."""
 _NAMES_OF_HASHES = ("secret", "token", "passphrase")
@@ -51,7 +51,7 @@ _MAY_BE_NAMED = re.compile("(?i)key|secr|toke|pass|pwd")
 """Most separators have no such name before them: they are told at once."""
 _NEXT_PARAMETER = re.compile(r"&[\w.-]+=.*")
 _CALL = re.compile(r"[(\[{]")
-_LITERAL = re.compile(rf"{_CHARACTER}{{8,4096}}|[^\"'\n]")
+_LITERAL = re.compile(rf"{_CHARACTER}{{8,1024}}|[^\"'\n]")
 _PIECE = r"[A-Za-z]*(?:[0-9]{0,4}|[0-9]{1,2}[a-z]+)"
 _WORDS = re.compile(rf"(?:{_PIECE}[-_.:/]+)*{_PIECE}")
 """Identifiers, attributes, file names, versions: words, each perhaps with a number."""

@@ -60,22 +60,27 @@ def url_passwords(text: str) -> Iterator[tuple[int, int]]:
 
 COOKIE_TRIGGER = rf"(?i)cookies?{_QUOTES}\s{{0,3}}[:=]\s{{0,3}}[{{\\\"']{{0,6}}[\w.-]{{1,64}}{_QUOTES}\s{{0,3}}[=:]"
 _COOKIES = re.compile(r"(?i)cookies?[\"'\s]{0,6}[:=][\"'\s{]{0,6}(?=[\w.-]{1,64}[\"'\s]{0,6}[=:])")
-_COOKIE = re.compile(r"[\"'\s]{0,6}([\w.-]{1,64})[\"'\s]{0,4}[=:][\"'\s]{0,4}([^\s\"',;{}\\]{1,4096})[\"'\s]{0,4}[;,]?")
+_COOKIE = re.compile(
+    r"[\"'\s]{0,6}([\w.-]{1,64})[\"'\s]{0,4}[=:][\"'\s]{0,4}([^\s\"',;{}\\]{1,4096})[\"'\s]{0,4}([;,]?)"
+)
 _COOKIE_ATTRIBUTES = ("expires", "domain", "path", "max-age", "samesite", "version")
 
 
 def cookies(text: str) -> Iterator[tuple[int, int]]:
     """Spans of the values of cookies that are as long and as random as a session's."""
+    position = 0
     for header in _COOKIES.finditer(text):
+        if header.start() < position:
+            continue  # what one header led through is not walked again by the next
         position = header.end()
         while match := _COOKIE.match(text, position):
-            name, value = match.groups()
+            name, value, more = match.groups()
             is_random = len(value) >= 12 and (looks_secret(value) or re.fullmatch("[0-9a-f-]{16,}", value))
             if is_random and name.lower() not in _COOKIE_ATTRIBUTES:
                 yield match.span(2)
             position = match.end()
-            if name.lower() == "expires":
-                break  # its date holds commas; what is worth hiding stands before
+            if not more:
+                break
 
 
 _ARGUMENTS = r"(?:[^\n|&]|\\\n){0,400}"

@@ -129,3 +129,11 @@ def test_a_folder_that_holds_a_users_name_is_known_by_the_home_directory() -> No
         "cat projects/-Users-user-1-proj/x",
         "cd /Users/user-1/proj",
     ]
+
+
+def test_a_cookie_ends_with_its_header_and_many_headers_cost_no_square() -> None:
+    text = f"Cookie: a=b\nX-Request-Id: {HEX[:32]}\n"
+    assert Redactor().text(text) == text
+    assert (
+        Redactor().text("cookie: a=1; " * 50_000 + f"sid={LONG}").endswith("sid=[cookie-1]")
+    )  # 0.3 s; as a square: minutes
