@@ -41,7 +41,7 @@ LAYERS = {
     "layer_offload": (LayerPlan(input="host"),) * 5,
     "mlp_attention": (LayerPlan(input="device", attention="device"),) * 5,
     "all on the host": (HOST,) * 5,
-    "inputs, q, k, v on the host": (LayerPlan(input="host", qkv="host"),) * 5,
+    "all but mid and gate|up": (LayerPlan(input="host", attention="host", qkv="host"),) * 5,
     "mixed, restored": MIXED,
 }
 
