@@ -38,7 +38,7 @@ from tasks.sources import BY_NAME
 from tasks.sources.base import digest
 from tasks.sources.side_files import SideFact, SideIndex
 
-STAGE_VERSION = 6
+STAGE_VERSION = 7
 
 Progress = Callable[[int], None]
 """Called with the number of files done so far."""
