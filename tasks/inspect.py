@@ -1,7 +1,8 @@
 """`traceforge inspect`: what a run looks like to training: its spans, their tokens, and what is scored.
 
-Reads a log file of any supported format, packed or not, or a row of a trajectories, branches or pairs table. Files beside
-a log that say how its run ended are joined by ingestion alone: a log looked at by itself has the outcome that it holds.
+Reads a log file of any supported format, packed or not, or a row of a trajectories, branches or pairs table. Files
+beside a log that say how its run ended are joined by ingestion alone: a log looked at by itself has the outcome that
+it holds.
 """
 
 from collections import Counter
