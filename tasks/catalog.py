@@ -8,12 +8,12 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
 import orjson
 
+from tasks.catalog_rows import RUN_FIELDS, FileNotes, RunEntry
 from tasks.input_files import InputFile
 from tasks.memory_files import remove
 from tasks.segments import Place, Segment
@@ -39,52 +39,9 @@ CREATE INDEX IF NOT EXISTS openings_by_digest ON openings (digest);
 CREATE INDEX IF NOT EXISTS openings_by_file ON openings (file);
 """
 
-RUN_FIELDS = (
-    *("file", "seq", "segment", "row", "trajectory_id", "task_id", "source_path", "source_format"),
-    *("status", "source", "score", "exit_status", "n_messages", "n_turns", "n_calls", "n_observations"),
-    *("n_unpaired", "n_chars", "tail"),
-)
-
 _FIELDS_OF = attrgetter(*RUN_FIELDS)
 _JOINED = ("status", "source", "score", "exit_status")
 """What side files may know better."""
-
-
-@dataclass
-class RunEntry:
-    """One run as the catalog knows it; the fields of the table `runs`."""
-
-    file: str
-    seq: int
-    segment: str
-    row: int
-    trajectory_id: str
-    task_id: str
-    source_path: str
-    source_format: str
-    status: str
-    source: str
-    score: float | None
-    exit_status: str | None
-    n_messages: int
-    n_turns: int
-    n_calls: int
-    n_observations: int
-    n_unpaired: int
-    n_chars: int
-    tail: str | None
-    """Digest of all messages, for formats that repeat a growing conversation; None for the others."""
-
-
-@dataclass(frozen=True)
-class FileNotes:
-    """What a file gave besides runs: statements about runs, what was refused, what was replaced."""
-
-    facts: list[dict[str, object]]
-    quarantined: list[tuple[str, str]]
-    damaged: list[tuple[str, str]]
-    redactions: dict[str, int]
-    n_replaced: int
 
 
 class Catalog:

@@ -19,7 +19,8 @@ from artifacts.tables import buffered
 from schemas.config import SourceConfig
 from schemas.tables import TRAJECTORIES
 from tasks.archives import file_documents
-from tasks.catalog import Catalog, FileNotes, RunEntry
+from tasks.catalog import Catalog
+from tasks.catalog_rows import FileNotes, RunEntry
 from tasks.columns import record_batch
 from tasks.containers import ReadError, Unreadable
 from tasks.documents import store_documents
