@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from schemas.errors import ArtifactError, StageError, UserError
 from schemas.requests import StageName
+from tasks.memory_files import is_damage
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -40,8 +41,6 @@ _ADVICE = {
     errno.EIO: "look at the disk: it could not read or write",
 }
 """What the system may refuse at any place that touches a file, and what to do; any other OSError is a bug."""
-
-_SQLITE_REFUSALS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 
 
 def stage_names(given: list[str]) -> tuple[StageName, ...]:
@@ -101,9 +100,9 @@ def _refused_by_the_system(error: OSError | sqlite3.OperationalError) -> UserErr
     if isinstance(error, OSError):
         advice = _ADVICE.get(error.errno or 0)
         return UserError(f"{error.strerror}", where=error.filename or noted, fix=advice) if advice else None
-    if error.sqlite_errorcode & 0xFF in _SQLITE_REFUSALS:
-        return UserError(f"{error}", where=noted or "a database of the store", fix="is its disk full, or not writable?")
-    return None
+    if is_damage(error):
+        return None
+    return UserError(f"{error}", where=noted or "a database of the store", fix="is its disk full, or not writable?")
 
 
 UsageError: Any = typer.BadParameter.__base__

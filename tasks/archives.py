@@ -25,6 +25,7 @@ from tasks.containers import (
     Unpacked,
     Unreadable,
     at_least_one,
+    container_kind,
     foreign_container,
     is_read_in_pieces,
     leads_outside,
@@ -199,7 +200,7 @@ def _gzip_documents(file: Path, source_format: str, blake3: str | None) -> Itera
     n_bytes = file.stat().st_size
     with gzip.open(file) as probe:
         head = Unpacked(probe, Budget(n_bytes)).read(HEAD_BYTES)
-    is_tar = head[257:262] == b"ustar"
+    is_tar = container_kind(head) == "tar"
     container = None if is_tar else nested_container(head)
     if container:
         raise SourceError(container)
@@ -278,14 +279,15 @@ def file_documents(
             foreign = foreign_container(head[:HEAD_BYTES])
             if foreign:
                 raise SourceError(foreign)
-            if head[:4] == b"PK\x03\x04":
+            kind = container_kind(head[:HEAD_BYTES])
+            if kind == "zip":
                 yield from _zip_documents(file, load)
-            elif head[:2] == b"\x1f\x8b":
+            elif kind == "gzip":
                 yield from _gzip_documents(file, source_format, blake3)
-            elif head[257:262] == b"ustar":
+            elif kind == "tar":
                 stream.seek(0)
                 yield from at_least_one(_member_documents(_tar_members(file, stream), load))
-            elif head[:4] == b"PAR1":
+            elif kind == "parquet":
                 yield from parquet_documents(file, blake3)
             else:
                 yield from _stream_documents(file, stream, head, source_format, blake3)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import IO
+from typing import IO, Literal
 
 import pyarrow as pa
 import zstandard
@@ -53,6 +53,10 @@ _FOREIGN = (
 )
 """First bytes of containers that are not read."""
 
+ContainerKind = Literal["zip", "gzip", "tar", "parquet"]
+_READ: tuple[tuple[bytes, ContainerKind], ...] = ((b"PK\x03\x04", "zip"), (b"\x1f\x8b", "gzip"), (b"PAR1", "parquet"))
+"""First bytes of those that are; a tar archive tells itself further on."""
+
 
 HEAD_BYTES = 1024
 """So many first bytes tell what a container is."""
@@ -68,9 +72,17 @@ def foreign_container(head: bytes) -> str | None:
     return None if named is None else f"{named}: unpack it first"
 
 
+def container_kind(head: bytes) -> ContainerKind | None:
+    """The container that we read and that begins so, by at least 262 bytes; None when it is none."""
+    for magic, kind in _READ:
+        if head.startswith(magic):
+            return kind
+    return "tar" if head[257:262] == b"ustar" else None
+
+
 def nested_container(head: bytes) -> str | None:
     """Why what comes out of a container and begins so is not read; None when it is none."""
-    if head[:4] in (b"PK\x03\x04", b"PAR1") or head[:2] == b"\x1f\x8b" or head[257:262] == b"ustar":
+    if container_kind(head):
         return "an archive inside an archive: unpack the outer one first"
     return foreign_container(head[:HEAD_BYTES])
 

@@ -21,7 +21,9 @@ _REFUSALS = frozenset(
 
 
 def is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether the file holds something else than what was written: random bytes, half a file, other tables."""
+    """Whether the file holds something else than what was written: random bytes, half a file, other tables. Otherwise
+    the system refused, or another process was in the way.
+    """
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in _REFUSALS
 
 

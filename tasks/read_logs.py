@@ -163,12 +163,13 @@ def file_runs(path: Path, *, redact: bool = True) -> Iterator[Run]:
     Raises:
         SourceError: there is none; the reason is that of the first thing that was left out.
     """
-    read, n_runs = _Read(), 0
-    for _, run, _ in _file_runs(InputFile(path), SourceConfig(paths=(str(path),), redact=redact), read, None):
+    read, n_runs, config = _Read(), 0, SourceConfig(paths=(str(path),), redact=redact)
+    for _, run, _ in _file_runs(InputFile(path), config, read, None):
         n_runs += 1
         yield run
     if not n_runs:
-        raise SourceError(next((reason for _, reason in read.quarantined + read.damaged), "the file holds no run"))
+        notes = read.notes(config)
+        raise SourceError(next((reason for _, reason in notes.quarantined + notes.damaged), "the file holds no run"))
 
 
 def _chain(run: Run) -> list[str]:

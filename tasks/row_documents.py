@@ -40,8 +40,6 @@ def parquet_documents(file: Path, blake3: str | None) -> Iterator[Document]:
 _DAMAGE = (OSError, ValueError, TypeError, LookupError, RuntimeError, pa.ArrowException, yaml.YAMLError)
 """What loading a damaged data set raises: its files, the front matter of its card, its columns, its time zones."""
 
-_MAX_REASON_CHARS = 300
-
 
 def dataset_documents(name: str) -> Iterator[Document]:
     """Rows of a Hugging Face data set, streamed: `owner/name` or a local folder, with an optional `:split`.
@@ -67,7 +65,7 @@ def dataset_documents(name: str) -> Iterator[Document]:
                 yield document()
                 rows = []
     except (*_DAMAGE, exceptions.DatasetsError) as error:
-        problem = f"data set cannot be loaded: {type(error).__name__}: {one_line(error)[:_MAX_REASON_CHARS]}"
+        problem = f"data set cannot be loaded: {type(error).__name__}: {one_line(error)}"
     if rows:
         yield document()
     if problem:

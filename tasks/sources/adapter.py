@@ -28,7 +28,7 @@ def guarded(reader: str) -> Iterator[None]:
     except SourceError:
         raise
     except _ODD_VALUE as error:
-        said = " ".join(str(error).split())[:200]
+        said = " ".join(str(error).split())
         raise SourceError(f"{reader}: a value it does not expect ({type(error).__name__}: {said})") from error
 
 
