@@ -31,6 +31,7 @@ SIZES = (
     *(Sizes(tile, 8, staged_qkv=True) for tile in (8192, 4096, 2048)),
 )
 """From fastest to smallest."""
+MAX_TILE_BUFFERS = 8
 BULK_OFFLOAD_TOKENS = 32_768  # from here on a layer computes long enough to hide its wide projections' copies
 BULK_OFFLOAD_STRIDE = 3
 ALLOCATOR_SHARE = 0.97  # of the device memory allowed; the rest is for what the allocator cannot use (measured: 1.5 %)
@@ -114,6 +115,21 @@ def _kept_on(plan: MemoryPlan, field: str, place: str, layers: Sequence[int]) ->
     )
 
 
+def _with_tile_buffers(
+    config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup, device_bytes: int
+) -> MemoryPlan:
+    """The plan with as many buffers for tiles from the host as fit, up to one for every tile of the branch."""
+    n_tiles = -(-n_tokens // plan.tile_tokens)
+
+    def more(count: int) -> MemoryPlan:
+        return plan.model_copy(update={"tile_buffers": plan.tile_buffers + count})
+
+    def fits(count: int) -> bool:
+        return predict(config, n_tokens, more(count), setup).peak_device_bytes <= device_bytes
+
+    return more(_most(max(0, min(n_tiles, MAX_TILE_BUFFERS) - plan.tile_buffers), fits))
+
+
 def _filled(
     config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup, device_bytes: int, host_bytes: int
 ) -> MemoryPlan:
@@ -129,6 +145,7 @@ def _filled(
     last_first = list(reversed(range(len(plan.layers))))
     plan = most_kept(plan, "mid", "host", last_first)
     plan = most_kept(plan, "qkv", "host", last_first)
+    plan = _with_tile_buffers(config, n_tokens, plan, setup, device_bytes)
     device_only = most_kept(plan, "gate_up", "device", last_first)
     if n_tokens < BULK_OFFLOAD_TOKENS:
         return device_only

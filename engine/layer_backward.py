@@ -37,8 +37,8 @@ class LayerBackward(Workspace):
         first = max(hidden * on_host["mid"], hidden * on_host["input"] + self.out.n_in * on_host["attention"])
         if remote and plan.scratch_attention and plan.layers[0].input == "host":
             first = hidden + self.out.n_in
-        self._first = Staging(self.transfers, rows * first, self.dtype)
-        self._inputs = Staging(self.transfers, rows * hidden * on_host["input"], self.dtype)
+        self._first = Staging(self.transfers, rows * first, self.dtype, plan.tile_buffers)
+        self._inputs = Staging(self.transfers, rows * hidden * on_host["input"], self.dtype, plan.tile_buffers)
         heads = self.groups[0].query_heads
         grouped = on_host["attention"] or (plan.scratch_attention > 0 and on_host["input"])
         count = min(2, len(self.groups))
@@ -168,6 +168,7 @@ class LayerBackward(Workspace):
         for (span, (x_ND,)), packed_NW in zip(input_reader, self.qkv_store.gradients(kept.staged_qkv), strict=True):
             self._qkv_backward(grad_TX[span], packed_NW, x_ND, sums[0], wanted=below is not None)
         self.qkv_store.end()
+        self.transfers.bulk_after_tiles()  # an attention output on its way would slow the tiles that are needed first
         return grad_TX, {key: grad for total in sums for key, grad in total.finish().items()}
 
     def _spread(self, grad_QX: Tensor, windows: tuple[tuple[int, int], ...]) -> Tensor:

@@ -244,7 +244,7 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
     staged_groups = min(2, plan.head_groups) * (on_host["attention"] or again)
     backward = {
         "gradient": n_tokens * output_and_grad * unit,
-        "tiles from the host": 2 * rows * (first + hidden * on_host["input"]) * unit,
+        "tiles from the host": plan.tile_buffers * rows * (first + hidden * on_host["input"]) * unit,
         "group outputs": n_tokens * heads * (sizes.head_size * unit + sizes.sum_itemsize) * staged_groups,
     }
     backward_mlp = backward | {"gradient of normed": rows * hidden * unit}

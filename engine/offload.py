@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -188,6 +189,11 @@ class Transfers:
             loaded.record(stream)
         return loaded
 
+    def bulk_after_tiles(self) -> None:
+        """Bulk copies in that are issued from now on start when all other copies in so far are done."""
+        if self._bulk_in_stream is not None and self._in_stream is not None:
+            self._bulk_in_stream.wait_stream(self._in_stream)
+
     def wait(self, event: torch.cuda.Event | None) -> None:
         """Later work on the current stream starts only after event."""
         if event is not None:
@@ -208,15 +214,16 @@ class Staging:
 
 
 class TileReader:
-    """Tiles of several kept activations in order, the next one on its way while this one is used.
+    """Tiles of several kept activations in order, the next ones on their way while one is used: a buffer each.
 
-    Making a reader starts its first fetch, so it can be made well before it is iterated; iterate to the end. Tensors
+    Making a reader starts its first fetches, so it can be made well before it is iterated; iterate to the end. Tensors
     it yields are valid until the next tile is asked for.
     """
 
     def __init__(self, staging: Staging, kept: Sequence[Kept], spans: Sequence[slice]) -> None:
         self._staging, self._kept, self._spans = staging, list(kept), list(spans)
-        self._pending = self._fetch(0)
+        self._ahead = len(staging.buffers) - 1
+        self._pending = deque(self._fetch(index) for index in range(min(self._ahead, len(self._spans))))
 
     def _fetch(self, index: int) -> list[tuple[Tensor, torch.cuda.Event | None]]:
         transfers, span, fetched, start = self._staging.transfers, self._spans[index], [], 0
@@ -233,9 +240,9 @@ class TileReader:
 
     def __iter__(self) -> Iterator[tuple[slice, list[Tensor]]]:
         for index, span in enumerate(self._spans):
-            current = self._pending
-            if index + 1 < len(self._spans):
-                self._pending = self._fetch(index + 1)
+            current = self._pending.popleft()
+            if index + self._ahead < len(self._spans):
+                self._pending.append(self._fetch(index + self._ahead))
             for _, event in current:
                 self._staging.transfers.wait(event)
             yield span, [tile for tile, _ in current]

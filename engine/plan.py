@@ -47,6 +47,12 @@ class MemoryPlan(BaseModel):
     layers: tuple[LayerPlan, ...] = Field(min_length=1)
     tile_tokens: int = Field(ge=1)
     head_groups: int = Field(ge=1, description="groups of key-value heads, attention runs on one group at a time")
+    tile_buffers: int = Field(
+        default=2,
+        ge=2,
+        description="device buffers that tiles of inputs, and of mid residuals, come back from the host in; with more "
+        "than two they arrive while an attention runs, where the link is idle",
+    )
     staged_qkv: bool = Field(
         default=False,
         description="raw q, k, v of the layer at work, and then their gradients, lie on the host, group by group; on "

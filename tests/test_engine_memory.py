@@ -35,7 +35,8 @@ def plan_of(text: dict[str, Any]) -> MemoryPlan:
         kept_layers = ({f: words[place] for f, place in zip(text["layers"], row, strict=True)} for row in rows)
         return MemoryPlan(
             policy="auto", layers=tuple(LayerPlan(**layer) for layer in kept_layers), tile_tokens=text["tile_tokens"],
-            head_groups=text["head_groups"], staged_qkv=text.get("staged_qkv", False),
+            head_groups=text["head_groups"], tile_buffers=text.get("tile_buffers", 2),
+            staged_qkv=text.get("staged_qkv", False),
         )  # type: ignore[arg-type]  # fmt: skip
     n_layers, stride = 36, 3
     layers: list[dict[str, Any]] = [

@@ -28,8 +28,12 @@ MIXED = (HOST, LayerPlan(), LayerPlan(mid="host", gate_up="device"), HOST, Layer
 SCATTERED = [1, 2, 9, 21, 22]
 
 
-def plan_of(layers: tuple[LayerPlan, ...], *, staged: bool, tile: int = 7, groups: int = 2) -> MemoryPlan:
-    return MemoryPlan(policy="auto", layers=layers, tile_tokens=tile, head_groups=groups, staged_qkv=staged)
+def plan_of(
+    layers: tuple[LayerPlan, ...], *, staged: bool, tile: int = 7, groups: int = 2, buffers: int = 2
+) -> MemoryPlan:
+    return MemoryPlan(
+        policy="auto", layers=layers, tile_tokens=tile, head_groups=groups, staged_qkv=staged, tile_buffers=buffers
+    )  # fmt: skip
 
 
 def scorer_of(plan: MemoryPlan, **options: int) -> LongContextScorer:
@@ -121,6 +125,15 @@ def test_staging_is_chosen_only_where_nothing_else_fits(monkeypatch: pytest.Monk
     assert scored.policy == "layer_offload"
 
 
+def test_tiles_from_the_host_have_as_many_buffers_as_fit() -> None:
+    """A buffer for every tile where there is room, before wide projections are kept; two where memory is short."""
+    host_bytes = 110 * GIB
+    for n_tokens, gib, n_buffers in ((32_768, 23.5, 4), (65_536, 23.5, 8), (262_144, 23.5, 8), (194_560, 11.5, 2)):
+        plan, ledger = choose_plan(QWEN3_8B, n_tokens, Setup(), device_bytes=int(gib * GIB), host_bytes=host_bytes)
+        assert plan.tile_buffers == n_buffers
+        assert ledger.peak_device_bytes <= gib * GIB
+
+
 def test_staged_and_kept_on_the_device_is_refused() -> None:
     with pytest.raises(ValueError, match="staged through the host are kept there or not at all"):
         plan_of((LayerPlan(input="host", qkv="device"),), staged=True)
@@ -186,12 +199,14 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
-@pytest.mark.parametrize("tile", [3, 7])
-def test_every_copy_is_waited_for(late: None, layers: tuple[LayerPlan, ...], tile: int, staged: bool) -> None:
-    """Rings of three tiles and pairs of buffers go round several times; twice, as a buffer is used again by a step."""
+@pytest.mark.parametrize(("tile", "buffers"), [(3, 2), (7, 2), (3, 4), (7, 8)])
+def test_every_copy_is_waited_for(
+    late: None, layers: tuple[LayerPlan, ...], tile: int, buffers: int, staged: bool
+) -> None:
+    """Rings of buffers go round several times, or hold a whole branch; twice, as a buffer is used again by a step."""
     before = LateTransfers.n_late
     model = tiny_model(num_hidden_layers=5, num_key_value_heads=4)
-    scorer = scorer_of(plan_of(layers, staged=staged, tile=tile, groups=4))
+    scorer = scorer_of(plan_of(layers, staged=staged, tile=tile, groups=4, buffers=buffers))
     for positions in (SCATTERED, list(range(1, N_TOKENS))):
         assert_equal(model, scorer, one_row(positions))
     if staged or layers[0].input == "host":
