@@ -105,7 +105,7 @@ class Bench:
             layers, staged = [_on_device(layer) for layer in layers], False
         return MemoryPlan(
             policy="auto", layers=tuple(layers), tile_tokens=plan.tile_tokens,
-            head_groups=case.groups or plan.head_groups, staged_qkv=staged,
+            head_groups=case.groups or plan.head_groups, staged_qkv=staged, tile_buffers=plan.tile_buffers,
         )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def plan_summary(plan: MemoryPlan) -> dict[str, Any]:
     """Where each activation of each layer is (h: host, d: device, -: recomputed), and the sizes."""
     letters = {"host": "h", "device": "d", "recompute": "-"}
     layers = {field: "".join(letters[getattr(layer, field)] for layer in plan.layers) for field in FIELDS}
-    sizes = {"tile_tokens": plan.tile_tokens, "head_groups": plan.head_groups, "staged_qkv": plan.staged_qkv}
+    sizes = plan.model_dump(include={"tile_tokens", "head_groups", "tile_buffers", "staged_qkv"})
     return sizes | {"layers": layers}
 
 
@@ -241,7 +241,7 @@ def first_token_check(bench: Bench, n_tokens: int, gib: float) -> dict[str, Any]
 
 
 def idle_of_step(bench: Bench, n_tokens: int) -> dict[str, Any]:
-    """One profiled step: for how much of it no kernel ran, and how long copies to and from the host took beside them.
+    """One profiled step: for how much of it no kernel ran, before which kernels, and how long copies took beside them.
 
     The plan must have been used by a case before. What a compute stream waits for copies is part of its idle time.
     """
@@ -251,7 +251,7 @@ def idle_of_step(bench: Bench, n_tokens: int) -> dict[str, Any]:
         torch.cuda.synchronize()
     for parameter in bench.trained:
         parameter.grad = None
-    spans: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, str]] = []
     copied_ns = {"DtoH": 0, "HtoD": 0}
     kernels_ns: dict[str, int] = {}
     for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
@@ -262,15 +262,17 @@ def idle_of_step(bench: Bench, n_tokens: int) -> dict[str, Any]:
             for direction in copied_ns:
                 copied_ns[direction] += event.duration_ns() * (direction in name)
         elif not name.startswith("Memset"):
-            spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+            spans.append((event.start_ns(), event.start_ns() + event.duration_ns(), name))
             kernels_ns[name] = kernels_ns.get(name, 0) + event.duration_ns()
     spans.sort()
-    busy_ns, end_ns = 0, spans[0][0]
-    for start_ns, stop_ns in spans:
+    busy_ns, end_ns, before = 0, spans[0][0], ""
+    gaps_ns: dict[str, int] = {}
+    for start_ns, stop_ns, name in spans:
         busy_ns += max(0, stop_ns - max(start_ns, end_ns))
-        end_ns = max(end_ns, stop_ns)
+        gap = f"{before[:60]} > {name[:60]}"
+        gaps_ns[gap] = gaps_ns.get(gap, 0) + max(0, start_ns - end_ns)
+        end_ns, before = max(end_ns, stop_ns), name
     whole_ns = end_ns - spans[0][0]
-    largest = sorted(kernels_ns.items(), key=lambda item: -item[1])[:24]
     return {
         "what": "idle",
         "tokens_attended": n_tokens,
@@ -279,8 +281,15 @@ def idle_of_step(bench: Bench, n_tokens: int) -> dict[str, Any]:
         "idle_share": round(1 - busy_ns / whole_ns, 4),
         "copies_out_s": round(copied_ns["DtoH"] / 1e9, 3),
         "copies_in_s": round(copied_ns["HtoD"] / 1e9, 3),
-        "largest_kernels_ms": {name[:90]: round(ns / 1e6, 1) for name, ns in largest},
+        "largest_kernels_ms": _largest_ms(kernels_ns),
+        "largest_gaps_ms": _largest_ms(gaps_ns),
     }
+
+
+def _largest_ms(found_ns: dict[str, int], count: int = 24) -> dict[str, float]:
+    return {
+        name[:130]: round(ns / 1e6, 1) for name, ns in sorted(found_ns.items(), key=lambda item: -item[1])[:count]
+    }  # fmt: skip
 
 
 def setup_of(dry: bool) -> Setup:

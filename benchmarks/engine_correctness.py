@@ -111,6 +111,8 @@ def small_model_error() -> dict[str, float]:
     plans["mixed, restored"] = MemoryPlan(policy="auto", layers=layers, tile_tokens=64, head_groups=1)
     for name, staged in (("all of it staged", (full,) * 5), ("mixed, restored and staged", layers)):
         plans[name] = MemoryPlan(policy="auto", layers=staged, tile_tokens=64, head_groups=2, staged_qkv=True)
+    for name in ("everything on the host", "mixed, restored"):
+        plans[f"{name}, five buffers"] = plans[name].model_copy(update={"tile_buffers": 5})
     errors = {}
     for name, plan in plans.items():
         scorer = LongContextScorer(lambda _, plan=plan: plan)
