@@ -169,14 +169,17 @@ def _step(bench: Bench, optimiser: torch.optim.Optimizer, branch: tuple[Tensor, 
     logp_P = bench.scorer(bench.model, *branch)
     bench.synchronize()
     middle = time.perf_counter()
+    norm = torch.zeros(())
     with contextlib.suppress(BackwardStoppedError):
         (-logp_P.mean()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(bench.trained, 1.0)
         optimiser.step()
     optimiser.zero_grad(set_to_none=True)
     bench.synchronize()
     end = time.perf_counter()
     return {
-        "forward_s": middle - start, "step_s": end - start, "finite": bool(torch.isfinite(logp_P).all()),
+        "forward_s": middle - start, "step_s": end - start, "grad_norm": float(norm),
+        "finite": bool(torch.isfinite(logp_P).all() and torch.isfinite(norm)),
         "n_scored": logp_P.numel(), "n_last_rows": n_last_rows(branch), **peaks(),
     }  # fmt: skip
 
@@ -208,6 +211,7 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
         "n_last_rows": records[0]["n_last_rows"],
         "attention": bench.scorer.backend.name if bench.scorer.backend else None,
         "finite": all(record["finite"] for record in records),
+        "grad_norms": [float(f"{record['grad_norm']:.4g}") for record in records],
         "plan": plan_summary(plan),
     }
 

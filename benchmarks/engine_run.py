@@ -20,7 +20,9 @@ from engine.host_memory import host_limits
 from engine.memory import GIB
 from schemas.errors import StageError, UserError
 
-SLOWER_THAN_FLOOR = 1.35  # of a step, for the estimate; short branches are further from it and quick anyway
+SLOWER_THAN_FLOOR = (
+    1.25  # of a step, for the estimate (1.15 at 64K, 1.24 at 32K measured); shorter ones are quick anyway
+)
 FORWARD_SHARE = 0.3  # of a step's time
 CASE_S = 4.0  # of every case, beside its steps
 UNSLOTH_S = 90.0  # to load, and what its first steps take longer (42 and 23 s measured at 32K and 64K)
