@@ -29,7 +29,7 @@ from tasks.redact import Redactor, redact
 from tasks.row_documents import dataset_documents
 from tasks.segments import ROWS_PER_BATCH, Segment
 from tasks.sources import Adapter, Document, SourceError, recognised
-from tasks.sources.adapter import guarded
+from tasks.sources.adapter import Guarded
 from tasks.sources.base import digest
 from tasks.sources.draft import Run
 from tasks.sources.side_files import SideFact, read_side_file
@@ -112,7 +112,7 @@ def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Ite
     if not document.value and document.problems:
         return
     try:
-        with guarded("side file"):
+        with Guarded("side file"):
             facts = read_side_file(document)
         if facts is not None:
             read.facts += facts

@@ -44,7 +44,7 @@ class Redactor:
 
     counts: Counter[str] = field(default_factory=Counter)
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
-    _numbers: Counter[str] = field(default_factory=Counter)
+    _numbers: dict[str, int] = field(default_factory=dict)
     _dashed: dict[str, str] = field(default_factory=dict)
     """Users' names as coding agents write them in names of folders -> as they are."""
     _hints: tuple[str, ...] = ("",)
@@ -65,8 +65,7 @@ class Redactor:
             value = self._dashed.get(value, value)
         key = (kind, value.lower() if kind == "email" else value)
         if key not in self._names:
-            self._numbers[kind] += 1
-            number = self._numbers[kind]
+            self._numbers[kind] = number = self._numbers.get(kind, 0) + 1
             shapes = {"email": f"person-{number}@example.invalid", "home_directory": f"user-{number}"}
             self._names[key] = shapes.get(kind, f"[{kind}-{number}]")
         return self._names[key]

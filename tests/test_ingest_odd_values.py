@@ -14,7 +14,7 @@ from ingest_inputs import chat, damage, first_words, line, reasons, run
 from schemas.config import SourceConfig
 from tasks.read_logs import file_runs
 from tasks.sources import ADAPTERS, Adapter, Document, SourceError, find_adapter, parse, read_document
-from tasks.sources.adapter import guarded
+from tasks.sources.adapter import Guarded
 
 
 def turn(**fields: Any) -> bytes:
@@ -44,7 +44,7 @@ def test_what_an_adapter_should_not_raise_becomes_a_reason_that_names_it() -> No
         adapter.knows(document)
     with pytest.raises(KeyError):  # what tests of adapters call
         adapter.sound_runs(document)
-    with pytest.raises(AssertionError), guarded("odd"):
+    with pytest.raises(AssertionError), Guarded("odd"):
         raise AssertionError
 
 

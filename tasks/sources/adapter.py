@@ -1,7 +1,6 @@
 """The type of an adapter, and the one place where what goes wrong inside an adapter becomes a reason for the user."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -14,8 +13,8 @@ _ODD_VALUE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticErro
 """What pure functions raise at a value of which they did not think."""
 
 
-@contextmanager
-def guarded(reader: str) -> Iterator[None]:
+@dataclass(slots=True)
+class Guarded:
     """A file at which a reader fails costs only itself: the failure becomes a reason that names reader and exception.
 
     Tests of the readers call what is beneath, so that there the failure stays one.
@@ -23,13 +22,16 @@ def guarded(reader: str) -> Iterator[None]:
     Raises:
         SourceError: the reader's own, or in place of what it should not have raised.
     """
-    try:
-        yield
-    except SourceError:
-        raise
-    except _ODD_VALUE as error:
-        said = " ".join(str(error).split())
-        raise SourceError(f"{reader}: a value it does not expect ({type(error).__name__}: {said})") from error
+
+    reader: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, _ODD_VALUE) and not isinstance(error, SourceError):
+            said = " ".join(str(error).split())
+            raise SourceError(f"{self.reader}: a value it does not expect ({type(error).__name__}: {said})") from error
 
 
 def _repaired(run: Run) -> Run:
@@ -71,12 +73,12 @@ class Adapter:
         Raises:
             SourceError: `detect` failed at a value.
         """
-        with guarded(self.name):
+        with Guarded(self.name):
             return self.detect(document)
 
     def read_runs(self, document: Document) -> list[Run]:
         """Like `read_document`, as the drafts that become rows; each would pass as a trajectory."""
-        with guarded(self.name):
+        with Guarded(self.name):
             return self.sound_runs(document)
 
     def sound_runs(self, document: Document) -> list[Run]:

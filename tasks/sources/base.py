@@ -57,7 +57,7 @@ def get(value: Any, *keys: str) -> Any:
 
 def string(value: Any) -> str | None:
     """A non-empty string, or None. Numbers become their text, since ids are often numbers."""
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return value or None
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 

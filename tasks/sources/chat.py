@@ -55,7 +55,8 @@ def _call_list(listed: Any) -> list[Any]:
 
 
 def _call(item: Any) -> ToolCall:
-    item = as_dict(_loaded(item, "a tool call"), "a tool call")
+    if not isinstance(item, dict):
+        item = as_dict(_loaded(item, "a tool call"), "a tool call")
     function = item.get("function")
     if isinstance(function, dict):
         return tool_call(function.get("name"), function.get("arguments"), item.get("id"))
@@ -75,7 +76,7 @@ def calls_of(raw: dict[str, Any]) -> tuple[ToolCall, ...]:
     """
     listed = raw.get("tool_calls")
     if listed:
-        return tuple([_call(item) for item in (listed if isinstance(listed, list) else _call_list(listed))])
+        return tuple(map(_call, listed if isinstance(listed, list) else _call_list(listed)))
     function = raw.get("function_call")
     if not function:
         return ()

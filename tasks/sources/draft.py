@@ -4,7 +4,6 @@ A log of 5 GB holds some millions of messages, and a pydantic model of each cost
 adapters build these, and a run is checked as a whole.
 """
 
-from collections.abc import Iterable
 from typing import Any, get_args
 
 import msgspec
@@ -81,21 +80,15 @@ def from_trajectory(trajectory: Trajectory) -> Run:
 # checks ---------------------------------------------------------------------------------------------------------
 
 _ROLES, _AUTHORS = frozenset(get_args(Role)), frozenset(get_args(Author))
-_TEXT_OR_NONE = frozenset((str, type(None)))
 _FLAG_OR_NONE = frozenset((bool, type(None)))
 
 
-def _are_texts(values: Iterable[Any]) -> bool:
+def _are_texts(values: list[Any]) -> bool:
     """Whether all are strings without a lone surrogate, which no UTF-8 text can hold."""
-    values = list(values)
     try:
         return all(map(str.isascii, values)) or bool("".join(values).encode())
     except (TypeError, UnicodeEncodeError):
         return False
-
-
-def _only(types: frozenset[type], values: Iterable[Any]) -> bool:
-    return types.issuperset(map(type, values))
 
 
 def is_sound(run: Run) -> bool:
@@ -111,13 +104,12 @@ def is_sound(run: Run) -> bool:
     optional += [message.name for message in messages]
     optional += [call.call_id for call in calls]
     optional += (run.repo, run.run_id, run.agent, run.model, run.tools_json, run.exit_status, run.patch, run.parent_id)
+    texts += [text for text in optional if text is not None]
     return (
         _ROLES.issuperset([message.role for message in messages])
         and _AUTHORS.issuperset([message.author for message in messages])
         and _are_texts(texts)
-        and _only(_TEXT_OR_NONE, optional)
-        and _are_texts(filter(None, optional))
-        and _only(_FLAG_OR_NONE, [message.failed for message in messages])
+        and _FLAG_OR_NONE.issuperset([type(message.failed) for message in messages])
         and run.parent_link in (None, "subagent", "fork", "continuation")
         and not [message for message in messages if message.role != "assistant" and _is_turn(message)]
         and all(_fits_content(message) for message in messages if message.action_spans)

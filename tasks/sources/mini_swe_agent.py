@@ -163,6 +163,13 @@ def _read_item(raw: dict[str, Any], *, started: bool) -> Message | None:
     return read_message(raw, user="environment" if observes else "harness", failed=failed)
 
 
+_OUTCOMES = {
+    True: Outcome(status="resolved", source="test_report"),
+    False: Outcome(status="failed", source="test_report"),
+    None: Outcome(),
+}
+
+
 def _read_run(document: Document, run: dict[str, Any]) -> Run:
     messages: list[Message] = []
     started = False
@@ -180,9 +187,7 @@ def _read_run(document: Document, run: dict[str, Any]) -> Run:
         NAME,
         messages,
         instance_id=string(run.get("instance_id")),
-        outcome=Outcome(status="resolved" if verified else "failed", source="test_report")
-        if isinstance(verified, bool)
-        else Outcome(),
+        outcome=_OUTCOMES[verified if isinstance(verified, bool) else None],
         agent=NAME,
         model=string(get(info, "config", "model", "model_name")) or string(run.get("model")),
         exit_status=string(get(info, "exit_status"))

@@ -133,13 +133,14 @@ def _is_predictions(value: dict[str, Any]) -> bool:
 def read_side_file(document: Document) -> list[SideFact] | None:
     """What the file says about runs; None when it is no side file. An empty list: a side file with nothing to join."""
     value = document.value
-    path = PurePosixPath(document.path)
     if not isinstance(value, dict):
+        path = PurePosixPath(document.path)
         if path.name not in _REWARD_NAMES or document.kind == "jsonl":
             return None
         number = _NUMBER.fullmatch(value) if isinstance(value, str) and len(value) < 64 else None
         return _reward(float(number.group(1)) if number else value, path)
     if not _SIDE_KEYS.isdisjoint(value) or _is_report_map(value):
+        path = PurePosixPath(document.path)
         for reader in (_run_report, _instance_reports, _exit_statuses, _reward):
             facts = reader(value, path)
             if facts is not None:
