@@ -62,9 +62,13 @@ class LayerBackward(Workspace):
     def restore_attention(self, source: Kept, kept: LayerActivations, queries: Queries) -> None:
         """Attention outputs again from the layer's input; leaves the raw q|k|v in their store."""
         self._fill_qkv(source, kept)
-        outputs = self._attend(kept, queries)  # alive until their copies are done
+        in_flight: list[Tensor] = []
+        for index, output_QC in enumerate(self._attend(kept, queries)):
+            in_flight.append(output_QC)
+            if index > 0:  # a group's output has gone where it is kept while the next one was computed
+                self.transfers.wait_written(kept.attention[index - 1])
+                del in_flight[0]
         self._wait_all(kept)
-        del outputs
 
     def _fill_qkv(self, source: Kept, kept: LayerActivations) -> None:
         if kept.qkv and kept.staged_qkv:

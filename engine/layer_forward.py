@@ -27,7 +27,7 @@ class LayerForward(Workspace):
         self._send_gate_up()
         for span in self.spans:
             self._project_qkv(hidden_TD[span], span, kept.staged_qkv or kept.qkv)
-        outputs = self._attend(kept, queries)
+        outputs = list(self._attend(kept, queries))
         self.transfers.wait_written(kept.input)
         hidden_QD = hidden_TD
         if queries.windows is not None:

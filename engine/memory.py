@@ -1,9 +1,9 @@
 """The ledger: bytes of every component of a long branch, from a model's config alone, before anything is allocated.
 
 Letters: T tokens, D hidden size, F MLP size, V vocabulary, P scored positions, r LoRA rank. Imports no model and no
-torch. The peak is the static part (weights, adapters, optimiser) plus the largest of four moments that never coincide:
-the forward of a layer, the head, and the two halves of a layer's backward. Host bytes are exact; device bytes count
-what the engine allocates, by the same list (`engine.plan.kept_shapes`) that the engine allocates from.
+torch. The peak is the static part (weights, adapters, optimiser) plus the largest of five moments that never coincide:
+the forward of a layer, the head, attention computed again before a layer's backward, and the two halves of that. Host
+bytes are exact; device bytes count what the engine allocates, by the list that it allocates from (`kept_shapes`).
 
 Backward frees what a layer kept on the device and adds that layer's LoRA gradients. So its peak is at the first layers
 it comes to where these keep much, and at the last where they keep nothing; the ledger takes the worst one.
@@ -54,7 +54,7 @@ class LedgerRow(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    moment: Literal["static", "kept", "forward", "head", "backward_mlp", "backward_attention"]
+    moment: Literal["static", "kept", "forward", "head", "backward_restore", "backward_mlp", "backward_attention"]
     component: str
     device_bytes: int = 0
     host_bytes: int = 0
@@ -74,8 +74,7 @@ class Ledger(BaseModel):
 
     @property
     def peak_moment(self) -> str:
-        moments = ("forward", "head", "backward_mlp", "backward_attention")
-        return max(moments, key=self.device_bytes_of)
+        return max((row.moment for row in self.rows if row.moment not in ("static", "kept")), key=self.device_bytes_of)
 
     @property
     def peak_device_bytes(self) -> int:
@@ -230,8 +229,7 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
         workspace["staged q|k|v"] = (2 * rows * sizes.qkv_size + n_tokens * in_flight) * unit
     if on_host["gate_up"]:
         workspace["gate|up in flight"] = n_tokens * (2 * sizes.mlp_size + sizes.extra_gate_up) * unit
-    forward = {
-        "hidden states": n_tokens * hidden * unit,
+    attended = {
         "attention outputs": n_tokens * sizes.query_size * unit,
         "group q, k, v": group_tokens * (heads + 2 * key_heads),
         "log-sum-exp": n_tokens * sizes.n_query_heads * sizes.sum_itemsize,
@@ -258,13 +256,16 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
     if setup.several_blocks:
         # Beside a group's results those of one block, of all tokens; or of half of them (the second tail of a pair),
         # from two ranges of keys, merged in float32. dk and dv of all tokens are summed in float32.
-        forward |= {"block outputs": 3 * group_tokens * heads}
+        attended |= {"block outputs": 3 * group_tokens * heads}
         key_sums = n_tokens * 2 * key_heads * sizes.head_size * sizes.sum_itemsize
         backward_attention |= {"block gradients": 3 * group_tokens * heads // 2 + key_sums}
-    moments = {"forward": forward, "backward_mlp": backward_mlp, "backward_attention": backward_attention}
-    for name, amounts in moments.items():
-        moments[name] = workspace | amounts
-    moments["forward"] = moments["forward"] | ({"dequantisation": dense} if dense else {})
+    moments = {"backward_mlp": backward_mlp, "backward_attention": backward_attention}
+    moments["forward"] = attended | {"hidden states": n_tokens * hidden * unit}
+    if any(layer.attention == "recompute" for layer in plan.layers):
+        in_flight = n_tokens * heads * sizes.head_size * unit * min(2, plan.head_groups)
+        moments["backward_restore"] = attended | backward | {"attention outputs": in_flight}
+    moments = {name: workspace | amounts for name, amounts in moments.items()}
+    moments["forward"] |= {"dequantisation": dense} if dense else {}
     return moments | {"head": head}
 
 

@@ -8,6 +8,7 @@ columns.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -168,18 +169,17 @@ class Workspace:
         q_THE, k_TKE, v_TKE = out_TSE.split([columns.query_heads, columns.key_heads, columns.key_heads], dim=1)
         return q_THE, k_TKE, v_TKE
 
-    def _attend(self, kept: LayerActivations, queries: Queries) -> list[Tensor]:
+    def _attend(self, kept: LayerActivations, queries: Queries) -> Iterator[Tensor]:
         """Attention of every group from the raw q|k|v; outputs [Q, heads * E], kept where the plan says."""
-        outputs = []
         for index, (raw_TW, columns) in enumerate(self.qkv_store.groups(kept.staged_qkv, gradients=False)):
             q_THE, k_TKE, v_TKE = self._group_qkv(raw_TW, columns)
             out_QHE, lse_HQ = block_attention.forward(self.backends, queries, q_THE, k_TKE, v_TKE, self.scale)
-            outputs.append(out_QHE.reshape(queries.n_rows, -1))
+            output_QC = out_QHE.reshape(queries.n_rows, -1)
             if kept.attention:
-                self.transfers.write(kept.attention[index], slice(None), outputs[-1])
+                self.transfers.write(kept.attention[index], slice(None), output_QC)
                 self.transfers.write(kept.lse[index], slice(None), lse_HQ)
                 self._in_flight.append(lse_HQ)
-        return outputs
+            yield output_QC
 
     def _ring_tile(self, index: int, span: slice) -> Tensor:
         self.transfers.wait(self._ring_events[index % MID_RING])

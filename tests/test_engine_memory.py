@@ -144,13 +144,17 @@ def held_by_that_run(case: dict[str, Any], plan: MemoryPlan) -> int:
 def test_the_ledger_is_what_was_measured(case: dict[str, Any]) -> None:
     """Allocated peaks measured on an H200, of whole steps and of steps whose backward ended after some layers.
 
-    Runs A and B: within 6 MiB of 10 to 77 GiB, once what their code held beside is counted.
+    Runs A and B: within 6 MiB of 10 to 77 GiB, once what their code held beside is counted. Where run F computed
+    attention again (393,216 tokens), its code held the outputs of all groups for that, in place of two: 2.2 GiB, of
+    which the peak grew by 0.4.
     """
     plan = plan_of(case["plan"])
     setup = Setup(n_last_rows=case.get("n_last_rows"))
     ledger = predict(QWEN3_8B, case["tokens_attended"], plan, setup)
     assert ledger.host_bytes / GIB == pytest.approx(case["host_plan_gib"], abs=0.01)
     assert ledger.peak_device_bytes / GIB == pytest.approx(case["allocated_gib"], rel=0.05)
+    if case["run"] > "C" and all(layer.attention != "recompute" for layer in plan.layers):
+        assert ledger.peak_device_bytes / GIB > case["allocated_gib"] - 0.01  # too high at most: by up to 0.4 GiB
     if case["run"] in ("A", "B"):
         explained_bytes = ledger.peak_device_bytes + held_by_that_run(case, plan)
         assert abs(explained_bytes / 2**20 - case["allocated_gib"] * 1024) < 10
