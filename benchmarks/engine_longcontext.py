@@ -1,8 +1,8 @@
 """Memory and speed of the long-context engine on one GPU, beside the floor and beside others, in one run.
 
 Three calls, most valuable first; each ends within ten minutes of an H200 with 128 GiB of host memory, and what a call
-has not come to when its deadline is near it says so and leaves out. Their times, predicted from the floor: 420, 440
-and 535 s, of which 20 s are imports, 37 s pinning 110 GiB and 4 s the model.
+has not come to when its deadline is near it says so and leaves out. Their times: 435 s measured, 375 and 460 s by the
+steps measured since, of which 15 s are imports, 33 s pinning 110 GiB and 3 s the model.
 
     export PYTORCH_ALLOC_CONF=expandable_segments:True
     python -m benchmarks.engine_longcontext out/speed.jsonl 32768@23.5,steps=4 65536@23.5,steps=3,profile=1 \
