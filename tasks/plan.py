@@ -102,7 +102,8 @@ def policy_text(plan: MemoryPlan) -> str:
                 places.append(f"{field} on the {place} in {count} of {n_layers} layers")
     kept = ", ".join(places)
     staged = ", q, k, v staged through the host" if plan.staged_qkv else ""
-    sizes = f"tiles of {plan.tile_tokens:,} tokens, heads in {plan.head_groups} group(s)"
+    sizes = f"tiles of {plan.tile_tokens:,} tokens, {plan.tile_buffers} buffers for them, "
+    sizes += f"heads in {plan.head_groups} group(s)"
     return f"policy {plan.policy}: {kept}; {sizes}{staged}"
 
 
