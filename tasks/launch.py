@@ -5,6 +5,7 @@ under the store and is named by the digest of its spec, so the next call with th
 checkpoint of a run that was killed.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -180,19 +181,25 @@ def _follow(
 
 
 def _stop_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Ends a process and all it started: SIGTERM to the ranks, then SIGKILL to whatever is left after the grace."""
-    try:
-        root = psutil.Process(process.pid)
-        ranks = root.children(recursive=True)
-    except psutil.NoSuchProcess:
-        process.wait()
+    """Ends a process and all it started: SIGTERM to the ranks, then SIGKILL to whatever is left after the grace.
+
+    The process is waited for by its Popen alone: as soon as anybody has, its id may be that of a stranger.
+    """
+    if process.poll() is not None:
         return
+    ranks = psutil.Process(process.pid).children(recursive=True)
     if grace_s > 0:
-        for rank in ranks or [root]:  # the agent in between ends by itself when its ranks have ended
+        deadline = time.monotonic() + grace_s
+        for rank in ranks:
             _send(rank, signal.SIGTERM)
-        psutil.wait_procs([*ranks, root], timeout=grace_s)
-    for rest in [root, *ranks]:
-        _send(rest, signal.SIGKILL)
+        if not ranks:  # the agent in between ends by itself when its ranks have ended
+            process.terminate()
+        psutil.wait_procs(ranks, timeout=grace_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    process.kill()
+    for rank in ranks:
+        _send(rank, signal.SIGKILL)
     process.wait()
 
 
