@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -213,13 +214,25 @@ def test_short_runs_are_as_long_as_asked(batch: tuple[Path, SampleReport]) -> No
     assert (report.min_tokens, report.max_tokens) == (int(min(lengths)), int(max(lengths)))
 
 
-@pytest.mark.parametrize(("target", "runs_per_task"), [(8_000, 4), (80_000, 2)])
-def test_long_runs_are_as_long_as_asked(tmp_path: Path, target: int, runs_per_task: int) -> None:
-    generate_samples(tmp_path, n_tasks=1, seed=3, runs_per_task=runs_per_task, target_tokens=target)
-    lengths = {name: n_tokens(trajectory) for name, trajectory in trajectories(tmp_path)}
-    assert len(lengths) == runs_per_task
+def check_lengths(out_dir: Path, n_runs: int, target: int) -> None:
+    lengths = {name: n_tokens(trajectory) for name, trajectory in trajectories(out_dir)}
+    assert len(lengths) == n_runs
     for name, length in lengths.items():
         assert 0.75 * target <= length <= 1.25 * target, name  # measured 0.91 to 1.02
+
+
+def test_longer_runs_are_as_long_as_asked(tmp_path: Path) -> None:
+    generate_samples(tmp_path, n_tasks=1, seed=3, target_tokens=8_000)
+    check_lengths(tmp_path, 4, 8_000)
+
+
+def test_long_runs_are_as_long_as_asked_and_read_little_twice(tmp_path: Path) -> None:
+    generate_samples(tmp_path, n_tasks=1, seed=3, runs_per_task=2, target_tokens=80_000)
+    check_lengths(tmp_path, 2, 80_000)
+    for name, trajectory in trajectories(tmp_path):
+        shown = "\n".join(message["content"] for message in trajectory["messages"] if message["role"] == "tool")
+        rows = re.findall(r"^.+,checked by \d+$", shown, re.MULTILINE)  # of data files, as they lie there
+        assert len(set(rows)) > 0.8 * len(rows), name  # measured 0.84 and 0.87
 
 
 def test_a_range_of_lengths_is_drawn_per_run(tmp_path: Path) -> None:

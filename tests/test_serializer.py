@@ -88,8 +88,10 @@ def test_record_of_another_shape_fails_the_load(paired: Paired) -> None:
     record["data"]["report"]["n_pears"] = 1
     with pytest.raises(ValidationError):
         ArtifactSerializer().loads(json.dumps(record).encode())
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="Unknown"):
         ArtifactSerializer().loads(json.dumps({"kind": "Unknown", "data": {}}).encode())
+    with pytest.raises(KeyError, match="kind"):
+        ArtifactSerializer().loads(json.dumps({"data": {}}).encode())
 
 
 def ref(digit: str, path: str = "/a") -> Ref:
