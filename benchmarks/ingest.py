@@ -9,7 +9,7 @@ Each measurement is a process of its own: `json.loads` over the same bytes befor
 store (the mean of both counts), and at the end ingestion again with nothing changed. Speed is bytes on disk over CPU
 time, user and system: reading and writing files counts for ingestion, and not for `json.loads`. What a process pays
 once (imports, compiled patterns) is measured on a few runs before, and not counted. Peak memory is the process's own.
-`--warm 0.7` keeps so much of the corpus's bytes in use and gives it back while ingestion runs, so that a virtual machine
+`--warm 0.7` keeps so much of the corpus's bytes in use and gives them back while ingestion runs: a virtual machine then
 has pages for the table at hand, as a machine of one's own has.
 Of several repeats the median counts; `shares` has them all, and `load` how many processes wanted the machine's cores.
 The sizes take turns, so that what else the machine does falls on all of them.
