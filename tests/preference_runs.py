@@ -6,8 +6,6 @@ import math
 import multiprocessing
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,6 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from safetensors.torch import load_file
-from training_inputs import float64_norm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from engine import preference
 from engine.collectives import Group
@@ -38,17 +34,6 @@ CONFIG = SimpoConfig(
     seed=3,
 )
 """8 pairs in windows of 4: 20 steps; the gradient norm is 0.2 to 1.7, so clipping at 0.15 acts at every step."""
-
-
-@contextmanager
-def exact_arithmetic() -> Iterator[None]:
-    """One thread, and norms in float64: two ways to the same gradient then agree to 1e-15."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Qwen3RMSNorm, "forward", float64_norm)
-        yield
-    torch.set_num_threads(before)
 
 
 def with_plan(spec: TrainSpec, plan: str, **options: Any) -> TrainSpec:

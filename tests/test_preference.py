@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from preference_runs import BETA, CONFIG, GAMMA, exact_arithmetic, train_here, with_plan
+from preference_runs import BETA, CONFIG, GAMMA, train_here, with_plan
 from training_inputs import make_tables, simpo_spec
 
 from engine.scores import token_logprobs
@@ -19,23 +18,8 @@ from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
-    return simpo_spec(tmp_path_factory.mktemp("inputs"), CONFIG, shared_prefix=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _exact() -> Iterator[None]:
-    with exact_arithmetic():
-        yield
-
-
-@pytest.fixture(scope="module")
-def sequential(
-    spec: TrainSpec, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, torch.Tensor], TrainReport]:
-    return train_here(with_plan(spec, "sequential"), tmp_path_factory.mktemp("sequential"))
+pytest_plugins = ("preference_fixtures",)
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 def test_margin_rises_and_clipping_acted(sequential: tuple[dict[str, torch.Tensor], TrainReport]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,14 @@ import pytest
 import torch
 from preference_runs import (
     BETA,
-    CONFIG,
     GAMMA,
     adapter_of,
-    exact_arithmetic,
     largest_difference,
     run_ranks,
     start_ranks,
     train_here,
     with_plan,
 )
-from training_inputs import simpo_spec
 
 from engine.data import Branch, BranchTable, read_pairs
 from engine.loading import load_adapter, load_base, trainable_parameters
@@ -28,16 +24,8 @@ from engine.session import latest_checkpoint
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
-    return simpo_spec(tmp_path_factory.mktemp("inputs"), CONFIG, shared_prefix=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _exact() -> Iterator[None]:
-    with exact_arithmetic():
-        yield
+pytest_plugins = ("preference_fixtures",)
+pytestmark = pytest.mark.usefixtures("exact")
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +38,6 @@ def parallel(spec: TrainSpec, tmp_path_factory: pytest.TempPathFactory) -> list[
 def four_ranks(spec: TrainSpec, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Plan auto, windows of 4 pairs dealt to 4 ranks: splits, whole pairs and shared prefixes."""
     return run_ranks(with_plan(spec, "auto", n_processes=4), 4, tmp_path_factory.mktemp("four") / "run")
-
-
-@pytest.fixture(scope="module")
-def sequential(
-    spec: TrainSpec, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, torch.Tensor], TrainReport]:
-    return train_here(with_plan(spec, "sequential"), tmp_path_factory.mktemp("sequential"))
 
 
 def plain_scores(model: Any, branch: Branch) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from preference_runs import (
     CONFIG,
     GAMMA,
     adapter_of,
-    exact_arithmetic,
     largest_difference,
     train_here,
     with_plan,
 )
-from training_inputs import ref_of, simpo_spec
+from training_inputs import ref_of
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -31,17 +29,8 @@ from engine.schedule import training_windows
 from schemas.config import LoraConfig, SimpoConfig
 from schemas.spec import TrainSpec
 
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
-    return simpo_spec(tmp_path_factory.mktemp("inputs"), CONFIG, shared_prefix=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _exact() -> Iterator[None]:
-    with exact_arithmetic():
-        yield
-
+pytest_plugins = ("preference_fixtures",)
+pytestmark = pytest.mark.usefixtures("exact")
 
 TEXT = {"prompt": "w3", "chosen": "w4", "rejected": "w5"}
 """What TRL's trainers tokenise before our collators put the branches in its place."""
