@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from render_inputs import decode, system, trajectory, user
+from render_inputs import decode, stored, system, trajectory, user
 
 from artifacts.store import Store
-from artifacts.tables import open_table, write_table
+from artifacts.tables import open_table
 from schemas.config import PairsConfig, RenderConfig, SplitConfig
 from schemas.refs import Ref
 from schemas.reports import Paired, Rendered
-from schemas.tables import TRAJECTORIES
 from schemas.trajectory import Message, Outcome, Trajectory
 from tasks.pairs import build_pairs
 from tasks.render import render
@@ -27,9 +26,7 @@ class Made:
     """Runs, rendered and paired; every task in training unless a split says otherwise."""
 
     def __init__(self, runs: Sequence[Trajectory], store: Store, model: Ref, render_config: Any, config: Any) -> None:
-        with store.staging() as folder:
-            write_table(folder / "t.arrow", TRAJECTORIES, (item.model_dump() for item in runs))
-            self.trajectories = store.add(folder / "t.arrow", "trajectories", n_rows=len(runs))
+        self.trajectories = stored(runs, store)
         split = SplitConfig(heldout_share=0)
         self.rendered: Rendered = render(self.trajectories, model, RenderConfig(**render_config), split, store)
         self.paired: Paired = build_pairs(self.rendered.branches, self.trajectories, PairsConfig(**config), store)

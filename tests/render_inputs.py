@@ -1,7 +1,7 @@
 """Conversations and tokenizers that the rendering tests share."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from artifacts.store import Store
+from artifacts.tables import write_table
 from schemas.config import RenderConfig
+from schemas.refs import Ref
+from schemas.tables import TRAJECTORIES
 from schemas.trajectory import CharSpan, Message, Outcome, ToolCall, Trajectory
 from tasks.renderer import LabelledRun, Renderer, render_run
 from tasks.spans import SpanTokenizer
@@ -167,3 +171,10 @@ def scored_text(run: LabelledRun, renderer: Renderer) -> str:
 
 def decode(ids: Sequence[int], renderer: Renderer) -> str:
     return str(renderer.tokens.whole.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def stored(runs: Iterable[Trajectory], store: Store) -> Ref:
+    """The runs as the table that ingestion makes."""
+    with store.staging() as folder:
+        n_rows = write_table(folder / "trajectories.arrow", TRAJECTORIES, (run.model_dump() for run in runs))
+        return store.add(folder / "trajectories.arrow", "trajectories", n_rows=n_rows)

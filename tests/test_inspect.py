@@ -8,33 +8,22 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from render_inputs import result, system, trajectory, turn, user
+from render_inputs import result, stored, system, trajectory, turn, user
 from rich.console import Console
 
 from artifacts.store import Store
-from artifacts.tables import write_table
-from schemas.config import ModelConfig, PairsConfig, RenderConfig, SplitConfig
+from schemas.config import PairsConfig, RenderConfig, SplitConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
-from schemas.tables import TRAJECTORIES
 from schemas.trajectory import Outcome, OutcomeStatus
 from tasks.inspect import inspect_file
 from tasks.inspect_view import html_page, print_inspection
-from tasks.model import prepare_model
 from tasks.pairs import build_pairs
 from tasks.render import render
 
+pytest_plugins = ("render_fixtures",)
+
 NASTY = "<script>alert(1)</script> \x1b[2J & more"
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return Store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def model(store: Store) -> Ref:
-    return prepare_model(ModelConfig(), store).model
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +41,7 @@ def files(store: Store, model: Ref) -> dict[str, Path]:
         )
         for name, status in statuses
     ]
-    with store.staging() as folder:
-        write_table(folder / "trajectories.arrow", TRAJECTORIES, (run.model_dump() for run in runs))
-        table = store.add(folder / "trajectories.arrow", "trajectories", n_rows=2)
+    table = stored(runs, store)
     branches = render(table, model, RenderConfig(), SplitConfig(heldout_share=0), store).branches
     pairs = build_pairs(branches, table, PairsConfig(), store).pairs
     return {"trajectories": Path(table.path), "branches": Path(branches.path), "pairs": Path(pairs.path)}

@@ -4,29 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from render_inputs import system, trajectory, turn, user
+from render_inputs import stored, system, trajectory, turn, user
 
 from artifacts.store import Store
-from artifacts.tables import open_table, write_table
-from schemas.config import ModelConfig, RenderConfig, SplitConfig
+from artifacts.tables import open_table
+from schemas.config import RenderConfig, SplitConfig
 from schemas.refs import Ref
 from schemas.reports import Rendered
-from schemas.tables import TRAJECTORIES
 from schemas.trajectory import Message, Trajectory
 from tasks.leaks import MIN_SCORED_TOKENS
-from tasks.model import prepare_model
 from tasks.render import render
 from tasks.splits import side
 
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return Store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def model(store: Store) -> Ref:
-    return prepare_model(ModelConfig(), store).model
+pytest_plugins = ("render_fixtures",)
 
 
 SPLIT = SplitConfig(heldout_share=0.5)
@@ -40,10 +30,7 @@ def run(name: str, task: str, *messages: Message) -> Trajectory:
 
 
 def rendered(runs: Sequence[Trajectory], store: Store, model: Ref, split: Any = None, **config: Any) -> Rendered:
-    with store.staging() as folder:
-        n_rows = write_table(folder / "t.arrow", TRAJECTORIES, (item.model_dump() for item in runs))
-        table = store.add(folder / "t.arrow", "trajectories", n_rows=n_rows)
-    return render(table, model, RenderConfig(max_scored_share=1.0, **config), split or SPLIT, store)
+    return render(stored(runs, store), model, RenderConfig(max_scored_share=1.0, **config), split or SPLIT, store)
 
 
 def found(result: Rendered) -> list[tuple[str, str, str, str]]:

@@ -13,10 +13,7 @@ from schemas.config import ModelConfig
 from schemas.errors import ArtifactError, UserError
 from tasks.model import load_tokenizer, prepare_model
 
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return Store(tmp_path_factory.mktemp("store"))
+pytest_plugins = ("render_fixtures",)
 
 
 def test_tiny_qwen3_is_the_real_architecture(store: Store) -> None:

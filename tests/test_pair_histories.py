@@ -5,33 +5,19 @@ from typing import Any
 
 import pytest
 from pair_inputs import pairs_of, run
-from render_inputs import make_renderer, result, system, turn, user
+from render_inputs import result, system, turn, user
 
 from artifacts.store import Store
 from artifacts.tables import open_table
-from schemas.config import ModelConfig, RenderConfig, SourceConfig, SplitConfig
+from schemas.config import RenderConfig, SourceConfig, SplitConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
 from schemas.trajectory import Outcome, Trajectory
 from tasks.ingest import ingest
-from tasks.model import load_tokenizer, prepare_model
 from tasks.render import render
 from tasks.renderer import Renderer
 
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return Store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def model(store: Store) -> Ref:
-    return prepare_model(ModelConfig(), store).model
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Ref) -> Renderer:
-    return make_renderer(load_tokenizer(model))
+pytest_plugins = ("render_fixtures",)
 
 
 LOOK = ("bash", '{"command": "ls"}')

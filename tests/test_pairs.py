@@ -9,35 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pair_inputs import pairs_of, run
-from render_inputs import make_renderer, result, system, turn, user
+from render_inputs import result, system, turn, user
 
 from artifacts.store import Store
 from artifacts.tables import open_table
-from schemas.config import ModelConfig, PairsConfig, RenderConfig, SourceConfig, SplitConfig
+from schemas.config import PairsConfig, RenderConfig, SourceConfig, SplitConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
 from schemas.trajectory import Message, Trajectory
 from tasks.ingest import ingest
-from tasks.model import load_tokenizer, prepare_model
 from tasks.pair_rules import Branch, Candidate, in_order, n_shared_prefix
 from tasks.pairs import build_pairs
 from tasks.render import render
 from tasks.renderer import Renderer
 
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return Store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def model(store: Store) -> Ref:
-    return prepare_model(ModelConfig(), store).model
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Ref) -> Renderer:
-    return make_renderer(load_tokenizer(model))
+pytest_plugins = ("render_fixtures",)
 
 
 def test_resolved_over_failed_and_unknown_on_no_side(store: Store, model: Ref) -> None:

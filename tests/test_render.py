@@ -5,42 +5,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from render_inputs import make_renderer, result, run_of, scored_text, stock_template, system, trajectory, turn, user
+from render_inputs import (
+    result,
+    run_of,
+    scored_text,
+    stock_template,
+    stored,
+    system,
+    trajectory,
+    turn,
+    user,
+)
 
 from artifacts.store import Store
-from artifacts.tables import open_table, write_table
-from schemas.config import ModelConfig, RenderConfig, SplitConfig
+from artifacts.tables import open_table
+from schemas.config import RenderConfig, SplitConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
 from schemas.reports import Rendered
-from schemas.tables import TRAJECTORIES
 from schemas.trajectory import Message, Trajectory
 from tasks.branch_rows import opening_sha256
-from tasks.model import load_tokenizer, prepare_model
 from tasks.render import render
 from tasks.renderer import Renderer
 from tasks.sources import parse
 
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return Store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def model(store: Store) -> Ref:
-    return prepare_model(ModelConfig(), store).model
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Ref) -> Renderer:
-    return make_renderer(load_tokenizer(model))
-
-
-def stored(runs: Sequence[Trajectory], store: Store) -> Ref:
-    with store.staging() as folder:
-        n_rows = write_table(folder / "trajectories.arrow", TRAJECTORIES, (run.model_dump() for run in runs))
-        return store.add(folder / "trajectories.arrow", "trajectories", n_rows=n_rows)
+pytest_plugins = ("render_fixtures",)
 
 
 def rendered(runs: Sequence[Trajectory], store: Store, model: Ref, **config: Any) -> Rendered:

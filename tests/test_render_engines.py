@@ -1,6 +1,6 @@
 """One rendering under every engine: the same file, whatever the number of processes or machines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -10,31 +10,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from render_inputs import result, stock_template, system, trajectory, turn, user
+from render_inputs import result, stock_template, stored, system, trajectory, turn, user
 
 from artifacts.store import Store
-from artifacts.tables import open_table, write_table
-from schemas.config import ModelConfig, RenderConfig, SplitConfig
+from artifacts.tables import open_table
+from schemas.config import RenderConfig, SplitConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
 from schemas.reports import Rendered
-from schemas.tables import TRAJECTORIES
 from schemas.trajectory import Trajectory
-from tasks.model import prepare_model
 from tasks.render import render
 from tasks.render_engines import PARALLEL_FROM_BYTES, RUNS_PER_BATCH, dealt, n_processes
 
+pytest_plugins = ("render_fixtures",)
+
 N_RUNS = 5 * RUNS_PER_BATCH + 3
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return Store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def model(store: Store) -> Ref:
-    return prepare_model(ModelConfig(), store).model
 
 
 def runs() -> Iterator[Trajectory]:
@@ -50,13 +40,7 @@ def runs() -> Iterator[Trajectory]:
 
 @pytest.fixture(scope="module")
 def trajectories(store: Store) -> Ref:
-    return stored(list(runs()), store)
-
-
-def stored(made: Sequence[Trajectory], store: Store) -> Ref:
-    with store.staging() as folder:
-        n_rows = write_table(folder / "trajectories.arrow", TRAJECTORIES, (run.model_dump() for run in made))
-        return store.add(folder / "trajectories.arrow", "trajectories", n_rows=n_rows)
+    return stored(runs(), store)
 
 
 def rendered(trajectories: Ref, model: Ref, store: Store, progress: Any = None, **config: Any) -> Rendered:
