@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import tomllib
 from typing import Any
 
 import prefect.settings
@@ -113,6 +114,17 @@ def test_settings_of_the_services_are_known_to_prefect() -> None:
     assert len(names) >= 8
     for name in names:
         assert getattr(prefect.settings, name).name == name
+
+
+def test_image_holds_all_packages_and_is_installed_with_the_constraints() -> None:
+    lines = (DEPLOYMENTS / "docker" / "Dockerfile").read_text().splitlines()
+    copied = {word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    assert {*packages, "traceforge.py", "pyproject.toml", "constraints.txt"} <= copied
+    assert all((REPOSITORY / name).exists() for name in copied)
+    (install,) = (line for line in lines if "pip install" in line)
+    assert " -c constraints.txt " in install
 
 
 @pytest.mark.parametrize("pool", ["docker", "kubernetes"])
