@@ -1,6 +1,8 @@
 """The command line under test, in this process and as a process of its own."""
 
+import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -9,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 from conftest import REPOSITORY
@@ -20,12 +23,31 @@ PROGRAM = Path(sys.executable).parent / "traceforge"
 DEMO = str(REPOSITORY / "configs" / "demo.toml")
 
 
-def invoke(*arguments: str) -> tuple[int, str, str]:
-    """In this process: for commands that end before Prefect is needed."""
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(traceforge.app, arguments)
+def invoke(*arguments: str | Path) -> tuple[int, str, str]:
+    """In this process: for commands that end before Prefect is needed. Exit code, standard output and error."""
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(traceforge.app, list(map(str, arguments)))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def write_log(path: Path, text: str, **fields: Any) -> Path:
+    """A run of one turn."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": f"done: {text}"}]
+    path.write_text(json.dumps({"messages": turns, **fields}))
+    return path
+
+
+@contextmanager
+def file_size_limit(n_bytes: int) -> Iterator[None]:
+    """What a full disk is like, for every user: a write beyond it is refused, and the error names no path."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager

@@ -3,15 +3,12 @@
 import http.server
 import json
 import os
-import resource
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import DEMO, ended, invoke, processes_of, settings, started, wait_for, with_database
+from commands import DEMO, ended, file_size_limit, invoke, processes_of, settings, started, wait_for, with_database
 
 from artifacts.gc import inventory
 from artifacts.store import Store
@@ -106,17 +103,6 @@ def test_wrong_place_is_one_line(arguments: list[str], expected: str, tmp_path: 
         arguments = [*arguments, "--set", "source.paths=['{tmp}/text']"]
     code, _, err = invoke(*(word.replace("{tmp}", str(tmp_path)) for word in arguments))
     one_line(code, err, expected)
-
-
-@contextmanager
-def file_size_limit(n_bytes: int) -> Iterator[None]:
-    """What a full disk is like, for every user: writes beyond a size fail."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_disk_that_takes_no_more_is_one_line_and_the_next_try_succeeds(samples: Path, tmp_path: Path) -> None:

@@ -5,27 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from commands import invoke, write_log
 
-import traceforge
 from artifacts.tables import iter_rows, open_table
 from schemas.trajectory import Trajectory
 
 TOKEN = "ghp_" + "wWPw5k4aXcaT4fNP0UcnZwJUVFk6LO0pINUx"
-
-
-def invoke(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(traceforge.app, list(map(str, arguments)))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-def write(path: Path, text: str, **fields: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": f"done: {text}"}]
-    path.write_text(json.dumps({"messages": turns, **fields}))
-    return path
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -33,8 +18,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_paths_go_into_a_folder(tmp_path: Path) -> None:
-    write(tmp_path / "logs" / "a.json", f"use {TOKEN}", resolved=True)
-    single = write(tmp_path / "b.json", "b")
+    write_log(tmp_path / "logs" / "a.json", f"use {TOKEN}", resolved=True)
+    single = write_log(tmp_path / "b.json", "b")
     (tmp_path / "logs" / "bad.json").write_text("{")
     out = tmp_path / "out"
     code, text, _ = invoke("ingest", tmp_path / "logs", single, "--out", out, "--json")
@@ -53,9 +38,9 @@ def test_paths_go_into_a_folder(tmp_path: Path) -> None:
 
 def test_only_what_is_new_is_read_and_one_table_is_kept(tmp_path: Path) -> None:
     logs, out = tmp_path / "logs", tmp_path / "out"
-    write(logs / "a.json", "a")
+    write_log(logs / "a.json", "a")
     assert invoke("ingest", logs, "--out", out)[0] == 0
-    write(logs / "b.json", "b")
+    write_log(logs / "b.json", "b")
     code, text, _ = invoke("ingest", logs, "--out", out)
     assert code == 0
     assert text == f"2 runs (2 unknown): {out / 'trajectories.arrow'}\n"
@@ -65,7 +50,7 @@ def test_only_what_is_new_is_read_and_one_table_is_kept(tmp_path: Path) -> None:
 
 
 def test_no_redact_is_explicit_and_recorded(tmp_path: Path) -> None:
-    log = write(tmp_path / "a.json", f"use {TOKEN}")
+    log = write_log(tmp_path / "a.json", f"use {TOKEN}")
     assert invoke("ingest", log, "--out", tmp_path / "out", "--no-redact")[0] == 0
     assert TOKEN in rows(tmp_path / "out")[0]["messages"][0]["content"]
     assert json.loads((tmp_path / "out" / "ingest.json").read_text())["redact"] is False
@@ -94,7 +79,7 @@ def test_a_format_can_be_forced(shared_dir: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_used_is_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
-    write(tmp_path / "a.json", "a")
+    write_log(tmp_path / "a.json", "a")
     (tmp_path / "bad.json").write_text("{")
     code, _, complaint = invoke("ingest", *[word.format(tmp=tmp_path) for word in arguments])
     assert code == 2
@@ -104,8 +89,8 @@ def test_what_cannot_be_used_is_one_line(tmp_path: Path, arguments: list[str], e
 
 @pytest.mark.parametrize("target", ["atif", "openai", "sharegpt"])
 def test_what_is_exported_is_ingested_as_it_was(tmp_path: Path, target: str) -> None:
-    write(tmp_path / "logs" / "a.json", "a", resolved=True)
-    write(tmp_path / "logs" / "b.json", "b")
+    write_log(tmp_path / "logs" / "a.json", "a", resolved=True)
+    write_log(tmp_path / "logs" / "b.json", "b")
     assert invoke("ingest", tmp_path / "logs", "--out", tmp_path / "first")[0] == 0
     exported = tmp_path / ("exported" if target == "atif" else "exported.jsonl")
     code, _, _ = invoke("export", tmp_path / "first" / "trajectories.arrow", "--format", target, "--out", exported)
@@ -119,7 +104,7 @@ def test_what_is_exported_is_ingested_as_it_was(tmp_path: Path, target: str) -> 
 
 
 def test_nothing_of_earlier_calls_stays_in_the_folder(tmp_path: Path) -> None:
-    write(tmp_path / "logs" / "a.json", f"use {TOKEN}")
+    write_log(tmp_path / "logs" / "a.json", f"use {TOKEN}")
     out = tmp_path / "out"
     assert invoke("ingest", tmp_path / "logs", "--out", out, "--no-redact")[0] == 0
     left_half_done = out / ".store" / "staging" / "tmpkilled"

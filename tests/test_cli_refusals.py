@@ -3,13 +3,11 @@
 import json
 import multiprocessing
 import os
-import resource
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from commands import file_size_limit, invoke, write_log
 from typer.testing import CliRunner
 
 import traceforge
@@ -19,41 +17,16 @@ from flows.ingest_logs import ingest_logs
 from tasks.sources.base import reward_outcome
 
 
-def invoke(*arguments: object) -> tuple[int, str]:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(traceforge.app, list(map(str, arguments)))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stderr
-
-
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": f"done: {text}"}]
-    path.write_text(json.dumps({"messages": turns}))
-    return path
-
-
-@contextmanager
-def file_size_limit(n_bytes: int) -> Iterator[None]:
-    """Stands for a full disk: a write beyond it is refused, and the error names no path."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("target", ["openai", "sharegpt", "atif"])
 def test_a_failed_export_leaves_what_was_there(tmp_path: Path, target: str) -> None:
-    write(tmp_path / "logs" / "a.json", "long " * 100_000)
+    write_log(tmp_path / "logs" / "a.json", "long " * 100_000)
     assert invoke("ingest", tmp_path / "logs", "--out", tmp_path / "out")[0] == 0
     exported = tmp_path / "exported" / "" if target == "atif" else tmp_path / "exported" / "x.jsonl"
     arguments = ("export", tmp_path / "out" / "trajectories.arrow", "--format", target, "--out", exported)
     assert invoke(*arguments)[0] == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
     with file_size_limit(100_000):
-        code, complaint = invoke(*arguments)
+        code, _, complaint = invoke(*arguments)
     assert code == 1
     (line,) = complaint.splitlines()
     assert line.startswith(f"error: {tmp_path / 'exported'}/{next(iter(before))}: File too large (")
@@ -61,9 +34,9 @@ def test_a_failed_export_leaves_what_was_there(tmp_path: Path, target: str) -> N
 
 
 def test_a_full_disk_while_ingesting_names_the_folder(tmp_path: Path) -> None:
-    write(tmp_path / "logs" / "a.json", "long " * 100_000)
+    write_log(tmp_path / "logs" / "a.json", "long " * 100_000)
     with file_size_limit(200_000):
-        code, complaint = invoke("ingest", tmp_path / "logs", "--out", tmp_path / "out")
+        code, _, complaint = invoke("ingest", tmp_path / "logs", "--out", tmp_path / "out")
     assert code == 1
     (line,) = complaint.splitlines()
     assert line.startswith(f"error: {tmp_path / 'out'}")
@@ -91,10 +64,10 @@ def test_a_full_disk_while_ingesting_names_the_folder(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_used_is_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
-    write(tmp_path / "a.json", "a")
+    write_log(tmp_path / "a.json", "a")
     os.mkfifo(tmp_path / "pipe")
     given = [word.format(tmp=tmp_path) for word in arguments]
-    code, complaint = invoke(*given)
+    code, _, complaint = invoke(*given)
     assert code == 2
     (line,) = complaint.splitlines()
     assert expected in line
@@ -104,7 +77,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path: Path, arguments: list[str], e
 
 
 def test_a_call_waits_for_the_one_before(tmp_path: Path) -> None:
-    log, out = write(tmp_path / "a.json", "a"), tmp_path / "out"
+    log, out = write_log(tmp_path / "a.json", "a"), tmp_path / "out"
     with ThreadPoolExecutor(1) as pool:
         with alone(out / ".store" / "ingest.lock"):
             call = pool.submit(ingest_logs, [str(log)], out)
@@ -119,7 +92,7 @@ def _n_rows(paths: list[str], out: Path) -> int:
 
 
 def test_calls_at_the_same_time_all_succeed_and_the_last_one_stands_whole(tmp_path: Path) -> None:
-    sets = [[str(write(tmp_path / f"{i}-{j}.json", f"{i} {j}")) for j in range(i + 1)] for i in range(2)]
+    sets = [[str(write_log(tmp_path / f"{i}-{j}.json", f"{i} {j}")) for j in range(i + 1)] for i in range(2)]
     out = tmp_path / "out"
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         assert pool.starmap(_n_rows, [(paths, out) for paths in sets] * 2, chunksize=1) == [1, 2] * 2
