@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from safetensors.torch import load_file
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from engine import preference
 from engine.collectives import Group
@@ -54,9 +54,8 @@ def start_ranks(
     """What each of the processes printed, and its exit status."""
     folder.mkdir()
     (folder / "spec.json").write_text(spec.model_dump_json())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # held here, as `torch.distributed.run` does: a port that is free now may be somebody's when rank 0 is up
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # ranks are forked off a server that has imported torch once, which takes longer than their training
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preference_worker"])
@@ -65,7 +64,8 @@ def start_ranks(
         patch.setenv("PYTHONPATH", f"{REPOSITORY}:{Path(__file__).parent}")
         patch.setenv("OMP_NUM_THREADS", "1")
         for rank in range(world_size):
-            launch = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            launch = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": store.host, "MASTER_PORT": store.port}
+            launch |= {"TORCHELASTIC_USE_AGENT_STORE": True}
             ranks.append(context.Process(target=preference_worker.rank, args=(launch, folder, disturbed)))
             ranks[-1].start()
     deadline = time.monotonic() + timeout_s
