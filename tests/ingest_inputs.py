@@ -1,4 +1,4 @@
-"""What tests of damaged and hostile logs share: a conversation, and one ingestion of a folder as its result reads."""
+"""What tests of ingestion share: a conversation, and one ingestion of a folder as its result reads."""
 
 import json
 from pathlib import Path
@@ -23,8 +23,12 @@ def run(logs: Path) -> Ingested:
     return ingest(SourceConfig(paths=(str(logs),)), Store(logs.parent / "store"))
 
 
+def rows(result: Ingested) -> list[dict[str, Any]]:
+    return list(iter_rows(open_table(result.trajectories)))
+
+
 def first_words(result: Ingested) -> list[str]:
-    return [row["messages"][0]["content"] for row in iter_rows(open_table(result.trajectories))]
+    return [row["messages"][0]["content"] for row in rows(result)]
 
 
 def reasons(result: Ingested) -> dict[str, str]:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from ingest_inputs import rows
 
 from artifacts.store import Store, file_sha256
 from artifacts.tables import iter_rows, open_table
@@ -37,10 +38,6 @@ def write(path: Path, value: Any) -> Path:
 
 def run(store: Store, *paths: Path | str, **fields: Any) -> Ingested:
     return ingest(SourceConfig(paths=tuple(map(str, paths)), **fields), store)
-
-
-def rows(result: Ingested) -> list[dict[str, Any]]:
-    return list(iter_rows(open_table(result.trajectories)))
 
 
 @pytest.fixture

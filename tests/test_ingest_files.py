@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ingest_inputs import line, rows
 
 from artifacts.store import Store
-from artifacts.tables import iter_rows, open_table
 from schemas.config import SourceConfig
 from schemas.errors import UserError
 from schemas.reports import LISTED, Ingested
@@ -20,18 +20,8 @@ from tasks.ingest import ingest, source_digest
 from tasks.input_files import InputFile, find_files
 
 
-def chat(text: str) -> bytes:
-    return json.dumps(
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]}
-    ).encode()
-
-
 def run(store: Path, *paths: Path | str, **fields: Any) -> Ingested:
     return ingest(SourceConfig(paths=tuple(map(str, paths)), **fields), Store(store))
-
-
-def rows(result: Ingested) -> list[dict[str, Any]]:
-    return list(iter_rows(open_table(result.trajectories)))
 
 
 @pytest.fixture
@@ -89,7 +79,7 @@ def test_sessions_in_an_archive_are_read_like_those_in_folders(
         keep_as_events(shared_dir, tmp_path / "sessions" / name / "events")
     (tmp_path / "sessions" / "s1" / "event_cache").mkdir()
     (tmp_path / "sessions" / "s1" / "event_cache" / "0-25.json").write_text("[]")
-    (tmp_path / "sessions" / "s1" / "7.json").write_bytes(chat("a run called like an event"))
+    (tmp_path / "sessions" / "s1" / "7.json").write_bytes(line("a run called like an event"))
     packed(tmp_path / "sessions", logs / f"all.{kind}", kind)
     result = run(tmp_path / "store", logs, dedupe="off")
     inside = {row["source_path"].partition("!/")[2]: row["messages"] for row in rows(result)}
@@ -104,7 +94,7 @@ def test_sessions_larger_than_the_limit_are_refused_in_bounded_memory(
 ) -> None:
     keep_as_events(shared_dir, tmp_path / "events")
     packed(tmp_path, logs / "all.zip", "zip")
-    (logs / "good.json").write_bytes(chat("good"))
+    (logs / "good.json").write_bytes(line("good"))
     n_bytes = sum(path.stat().st_size for path in (tmp_path / "events").iterdir())
     monkeypatch.setattr(archives, "MAX_DOCUMENT_BYTES", n_bytes - 1)
     result = run(tmp_path / "store", logs)
@@ -117,8 +107,8 @@ def test_sessions_larger_than_the_limit_are_refused_in_bounded_memory(
 def test_events_of_the_sdk_are_a_session_too(shared_dir: Path, tmp_path: Path, logs: Path) -> None:
     lines = (shared_dir / "openhands" / "sdk_events.jsonl").read_text().splitlines()
     (logs / "events").mkdir()
-    for number, line in enumerate(lines):
-        (logs / "events" / f"event-{number:05d}-0a1b2c3d-0000.json").write_text(line)
+    for number, event in enumerate(lines):
+        (logs / "events" / f"event-{number:05d}-0a1b2c3d-0000.json").write_text(event)
     (row,) = rows(run(tmp_path / "store", logs))
     (plain,) = rows(run(tmp_path / "plain", shared_dir / "openhands" / "sdk_events.jsonl"))
     assert row["messages"] == plain["messages"]
@@ -142,7 +132,7 @@ def test_a_session_that_grows_or_loses_an_event_is_read_again(shared_dir: Path, 
 
 def test_numbered_runs_are_no_session(tmp_path: Path, logs: Path) -> None:
     for number in (1, 2, 10):
-        (logs / f"{number}.json").write_bytes(chat(f"run {number}"))
+        (logs / f"{number}.json").write_bytes(line(f"run {number}"))
     assert [row["messages"][0]["content"] for row in rows(run(tmp_path / "store", logs))] == [
         "run 1",
         "run 10",
@@ -169,11 +159,11 @@ def test_an_edit_that_keeps_size_and_time_is_seen(
 ) -> None:
     monkeypatch.setattr(input_files, "_SETTLED_NS", settled_ns)
     config = SourceConfig(paths=(str(logs),))
-    (logs / "a.json").write_bytes(chat("one"))
+    (logs / "a.json").write_bytes(line("one"))
     keys = [source_digest(config, tmp_path / "store")]
     run(tmp_path / "store", logs)
     assert run(tmp_path / "store", logs).report.n_files_reused == 1
-    edit_in_secret(logs / "a.json", chat("two"))
+    edit_in_secret(logs / "a.json", line("two"))
     keys.append(source_digest(config, tmp_path / "store"))
     assert [row["messages"][0]["content"] for row in rows(run(tmp_path / "store", logs))] == ["two"]
     assert keys[0] != keys[1]
@@ -183,13 +173,13 @@ def test_an_edit_that_keeps_size_and_time_is_seen(
 def test_a_fresh_file_is_told_by_content_when_its_times_say_nothing(
     tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (logs / "a.json").write_bytes(chat("one"))
+    (logs / "a.json").write_bytes(line("one"))
     (found,) = find_files([str(logs)])
     frozen = InputFile(found.path, "always the same", is_settled=False)
     monkeypatch.setattr("tasks.ingest.find_files", lambda _: iter([frozen]))
     run(tmp_path / "store", logs)
     assert run(tmp_path / "store", logs).report.n_files_reused == 1
-    (logs / "a.json").write_bytes(chat("two"))
+    (logs / "a.json").write_bytes(line("two"))
     assert [row["messages"][0]["content"] for row in rows(run(tmp_path / "store", logs))] == ["two"]
 
 
@@ -197,7 +187,7 @@ def test_each_file_is_hashed_once_for_the_key_and_the_rows(
     tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(input_files, "_SETTLED_NS", 0)
-    (logs / "a.json").write_bytes(chat("one"))
+    (logs / "a.json").write_bytes(line("one"))
     config = SourceConfig(paths=(str(logs),))
     hashed: list[Path] = []
 
@@ -217,13 +207,13 @@ def test_each_file_is_hashed_once_for_the_key_and_the_rows(
 
 
 def test_long_lists_are_counted_whole_and_lie_in_the_store(tmp_path: Path, logs: Path) -> None:
-    (logs / "good.json").write_bytes(chat("good"))
-    (logs / "same.json").write_bytes(chat("good"))
+    (logs / "good.json").write_bytes(line("good"))
+    (logs / "same.json").write_bytes(line("good"))
     for number in range(LISTED + 50):
         (logs / f"bad-{number}.json").write_bytes(b"{")
     report = run(tmp_path / "store", logs).report
     assert (report.n_quarantined, len(report.quarantined), report.n_duplicates) == (LISTED + 50, LISTED, 1)
-    listed = [json.loads(line) for line in Path(report.left_out).read_text().splitlines()]
+    listed = list(map(json.loads, Path(report.left_out).read_text().splitlines()))
     assert sum(entry["kind"] == "quarantined" for entry in listed) == LISTED + 50
     assert listed[-1] == {"kind": "duplicates", **report.duplicates[0].model_dump()}
     assert sum(report.left_out_by_reason.values()) == LISTED + 51

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ingest_inputs import first_words, line
 
 from artifacts.store import Store
-from artifacts.tables import iter_rows, open_table
 from schemas.config import SourceConfig
 from schemas.errors import UserError
 from schemas.reports import Ingested
 from tasks import catalog, ingest
 from tasks.input_files import valid_name
-from tests.test_ingest_files import chat
 
 
 def night(tmp_path: Path) -> Ingested:
@@ -24,19 +23,15 @@ def night(tmp_path: Path) -> Ingested:
     return ingest.ingest(config, store)
 
 
-def texts(result: Ingested) -> list[str]:
-    return [row["messages"][0]["content"] for row in iter_rows(open_table(result.trajectories))]
-
-
 @pytest.fixture
 def memory(tmp_path: Path) -> Path:
     """Where a first night on two files left its memory."""
     (tmp_path / "logs").mkdir()
     for name in "ab":
         path = tmp_path / "logs" / f"{name}.json"
-        path.write_bytes(chat(name))
+        path.write_bytes(line(name))
         os.utime(path, (0, 0))
-    assert texts(night(tmp_path)) == ["a", "b"]
+    assert first_words(night(tmp_path)) == ["a", "b"]
     (folder,) = (tmp_path / "store" / "ingested").iterdir()
     return folder
 
@@ -74,7 +69,7 @@ def _no_text(path: Path) -> None:
 @pytest.mark.parametrize("damage", [_garbage, _half, _other_columns, _no_text])
 def test_a_damaged_memory_is_made_anew(name: str, damage: Callable[[Path], None], memory: Path, tmp_path: Path) -> None:
     damage(only(memory, name))
-    assert texts(night(tmp_path)) == ["a", "b"]
+    assert first_words(night(tmp_path)) == ["a", "b"]
     assert night(tmp_path).report.n_files_reused == 2
 
 
@@ -107,7 +102,7 @@ def test_what_cannot_be_looked_at_stops_no_night(
         return real(path, *rest, **named)  # pyright: ignore
 
     monkeypatch.setattr(catalog.os, "stat", stat)
-    assert texts(night(tmp_path)) == ["b"]
+    assert first_words(night(tmp_path)) == ["b"]
     with sqlite3.connect(only(memory, "catalog.sqlite")) as connection:
         assert len(connection.execute("SELECT file FROM files").fetchall()) == 2  # a.json may come back
     connection.close()
@@ -115,14 +110,14 @@ def test_what_cannot_be_looked_at_stops_no_night(
 
 def test_what_another_version_read_is_deleted(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingest, "STAGE_VERSION", ingest.STAGE_VERSION + 1)
-    assert texts(night(tmp_path)) == ["a", "b"]
+    assert first_words(night(tmp_path)) == ["a", "b"]
     assert not memory.exists()
     assert len(list((tmp_path / "store" / "ingested").rglob("*.arrow"))) == 1
 
 
 def test_files_that_may_not_be_read_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "a.json").write_bytes(chat("a"))
+    (tmp_path / "logs" / "a.json").write_bytes(line("a"))
 
     real = Path.open
 
