@@ -17,9 +17,10 @@ from preference_runs import (
     train_here,
     with_plan,
 )
+from training_inputs import start_model
 
 from engine.data import Branch, BranchTable, read_pairs
-from engine.loading import load_adapter, load_base, trainable_parameters
+from engine.loading import trainable_parameters
 from engine.session import latest_checkpoint
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
@@ -54,8 +55,7 @@ def test_summed_gradient_of_the_ranks_is_the_gradient(
     """Against plain autograd through the loss of both branches at once (measured: 1.2e-16 relative)."""
     assert spec.pairs is not None
     branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")[:4]
-    base = load_base(spec.model, spec.base, torch.device("cpu"), 4096)
-    model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
+    model = start_model(spec)
     loss = torch.zeros((), dtype=torch.float64)
     for pair in pairs:
         margin = plain_scores(model, branches[pair.chosen]) - plain_scores(model, branches[pair.rejected])

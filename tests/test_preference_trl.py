@@ -18,13 +18,13 @@ from preference_runs import (
     train_here,
     with_plan,
 )
-from training_inputs import ref_of
+from training_inputs import ref_of, start_model
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
 from engine.data import BranchTable, collate, read_pairs
-from engine.loading import load_adapter, load_base, load_tokenizer, new_adapter, save_adapter, trainable_parameters
+from engine.loading import load_base, load_tokenizer, new_adapter, save_adapter, trainable_parameters
 from engine.schedule import training_windows
 from schemas.config import LoraConfig, SimpoConfig
 from schemas.spec import TrainSpec
@@ -86,8 +86,7 @@ def test_twenty_steps_equal_trl_cpo_trainer(spec: TrainSpec, tmp_path: Path) -> 
     """The same pairs in the same order through TRL, padded together there, apart here (measured: 1.1e-16)."""
     assert spec.pairs is not None
     branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")
-    base = load_base(spec.model, spec.base, torch.device("cpu"), 4096)
-    model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
+    model = start_model(spec)
     trainer = CPOTrainer(
         model=model,
         args=CPOConfig(
@@ -142,9 +141,7 @@ def test_twenty_steps_equal_trl_dpo_trainer(spec: TrainSpec, tmp_path: Path) -> 
             "completion_mask": completion_mask,
         }
 
-    model = load_adapter(
-        load_base(run.model, run.base, torch.device("cpu"), 4096), run.adapters["start"], run.model, trainable=True
-    )
+    model = start_model(run)
     trainer = DPOTrainer(
         model=model,
         args=DPOConfig(**trl_settings(tmp_path), loss_type=["sigmoid"], beta=0.3, max_length=None),

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from training_inputs import simpo_spec
+from training_inputs import simpo_spec, start_model
 
 from engine.collectives import Group
 from engine.data import BranchTable, collate, read_pairs
-from engine.loading import load_adapter, load_base
+from engine.loading import load_base
 from engine.reference_scores import SPOT_CHECKS, file_of, read_scores, reference_scores
 from engine.scores import token_logprobs
 from schemas.config import SimpoConfig
@@ -37,9 +37,7 @@ class Counting:
 
 def scores(spec: TrainSpec, folder: Path) -> tuple[dict[str, float], int]:
     assert spec.pairs is not None
-    model = load_adapter(
-        load_base(spec.model, spec.base, torch.device("cpu"), 4096), spec.adapters["start"], spec.model, trainable=True
-    )
+    model = start_model(spec)
     names = [name for pair in read_pairs(spec.pairs, "train") for name in (pair.chosen, pair.rejected)]
     scorer = Counting()
     return reference_scores(spec, model, BranchTable(spec.branches), names, Group(), folder, scorer), scorer.calls

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from artifacts.store import payload_digest
 from artifacts.tables import write_table
-from engine.loading import load_base, new_adapter, save_adapter
+from engine.loading import load_adapter, load_base, new_adapter, save_adapter
 from schemas.config import LoraConfig, ModelConfig, SimpoConfig
 from schemas.refs import Kind, Ref
 from schemas.reports import Paired, PairReport
@@ -196,3 +197,9 @@ def simpo_spec(folder: Path, config: SimpoConfig, *, dropout: float = 0.0, **tab
         adapters={"start": make_adapter(folder / "start", model, dropout=dropout)},
         simpo=config,
     )
+
+
+def start_model(spec: TrainSpec) -> PeftModel:
+    """What training by the spec starts from."""
+    base = load_base(spec.model, spec.base, torch.device("cpu"), 4096)
+    return load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
