@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 from conftest import REPOSITORY
 
+from schemas.load import load_config
+
 BIN = Path(sys.executable).parent
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
@@ -61,6 +63,9 @@ def trainings(folder: Path) -> list[int]:
 
 class Site:
     """The server's database and every log lie in `folder`. Nothing of it outlives `stop`."""
+
+    config: Path
+    """What is deployed; whoever writes it says so here."""
 
     def __init__(self, folder: Path, database: Path, password: str = "") -> None:
         """Begins with a copy of the database. With a password, server and clients have it as docs/OPERATE.md says."""
@@ -127,6 +132,10 @@ class Site:
         deployed = self.command("traceforge", "deploy", "--config", str(config), *arguments, "--json")
         assert deployed.returncode == 0, deployed.stderr
         return json.loads(deployed.stdout)
+
+    def changed(self, *overrides: str) -> dict[str, Any]:
+        """The configuration with some of its values changed, as a parameter of a run."""
+        return json.loads(load_config(self.config, overrides).model_dump_json())
 
     def _request(self, request: urllib.request.Request) -> Any:
         """Like Prefect's own client, tries again where the server had to give way (SQLite has one writer at a time)."""

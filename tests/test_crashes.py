@@ -18,7 +18,6 @@ from prefect_site import FINAL, Site, trainings, wait_for, write_config
 from artifacts.runs import read_runs
 from engine.session import latest_checkpoint
 from flows.deploy import POOL_LIMITS
-from schemas.load import load_config
 from schemas.runs import RunReport
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -60,7 +59,6 @@ class Webhook:
 class Host(Site):
     """A machine that can be switched off, with everything that runs on it, and on again."""
 
-    config: Path
     webhook: Webhook
 
     def switch_on(self) -> None:
@@ -72,9 +70,6 @@ class Host(Site):
     def switch_off(self) -> None:
         """All at once and without a word."""
         self.kill(self.processes)
-
-    def changed(self, *overrides: str) -> dict[str, Any]:
-        return json.loads(load_config(self.config, overrides).model_dump_json())
 
     def checkpoint(self) -> Path | None:
         work = self.folder / "store" / "work"

@@ -16,23 +16,14 @@ from ui_pages import RAW_MARKUP, card, chromium, logs, run_graph
 
 from artifacts.runs import read_runs
 from flows.deploy import POOL_LIMITS
-from schemas.load import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-class Deployed(Site):
-    """A site with a configuration, both workers, and one run of `traceforge/full` behind it."""
-
-    config: Path
-
-    def changed(self, *overrides: str) -> dict[str, Any]:
-        return json.loads(load_config(self.config, overrides).model_dump_json())
-
-
 @pytest.fixture(scope="module")
-def site(samples: Path, prefect_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    site = Deployed(tmp_path_factory.mktemp("site"), prefect_database)
+def site(samples: Path, prefect_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """With both workers, and one run of `traceforge/full` behind it."""
+    site = Site(tmp_path_factory.mktemp("site"), prefect_database)
     site.config = write_config(site.folder, samples)
     try:
         site.serve()
@@ -46,7 +37,7 @@ def site(samples: Path, prefect_database: Path, tmp_path_factory: pytest.TempPat
         site.stop()
 
 
-def test_first_run_used_both_pools_and_has_a_card_for_each_stage(site: Deployed) -> None:
+def test_first_run_used_both_pools_and_has_a_card_for_each_stage(site: Site) -> None:
     runs = {run["flow_name"]: (run["state_name"], run["work_pool_name"]) for run in site.flow_runs()[:4]}
     assert runs == {
         "traceforge": ("Completed", "traceforge-cpu"),
@@ -58,7 +49,7 @@ def test_first_run_used_both_pools_and_has_a_card_for_each_stage(site: Deployed)
     assert {"ingest", "model", "render", "pairs", "sft", "simpo", "evaluate", "promote", "run"} <= cards
 
 
-def test_run_is_seen_in_a_browser(site: Deployed, screenshots: Path) -> None:
+def test_run_is_seen_in_a_browser(site: Site, screenshots: Path) -> None:
     """The graph of the run, the logs of a task run rank by rank, each card as text and pictures, never as markup."""
     base = site.url.removesuffix("/api")
     runs = {run["flow_name"]: run["id"] for run in site.flow_runs()[:4]}
@@ -86,7 +77,7 @@ def test_run_is_seen_in_a_browser(site: Deployed, screenshots: Path) -> None:
             assert all(width > 100 for width in widths), (key, widths)
 
 
-def test_deploying_again_leaves_what_deploying_once_did(site: Deployed) -> None:
+def test_deploying_again_leaves_what_deploying_once_did(site: Site) -> None:
     before = {item["id"] for item in site.post("deployments/filter")}
     (off,) = site.get("deployments/name/traceforge/nightly")["schedules"]
     assert off["active"] is False
@@ -104,7 +95,7 @@ def test_deploying_again_leaves_what_deploying_once_did(site: Deployed) -> None:
 
 
 @pytest.mark.parametrize("pool", ["docker", "kubernetes"])
-def test_server_takes_the_job_templates(site: Deployed, pool: str) -> None:
+def test_server_takes_the_job_templates(site: Site, pool: str) -> None:
     template = json.loads((REPOSITORY / "deployments" / pool / "job-template.json").read_text())
     made = site.post("work_pools/", name=f"try-{pool}", type=pool, base_job_template=template)
     assert made["base_job_template"] == template
@@ -113,7 +104,7 @@ def test_server_takes_the_job_templates(site: Deployed, pool: str) -> None:
         site.post("work_pools/", name=f"broken-{pool}", type=pool, base_job_template=template)
 
 
-def test_second_run_is_cached_also_inline(site: Deployed) -> None:
+def test_second_run_is_cached_also_inline(site: Site) -> None:
     n_runs = len(site.flow_runs())
     assert site.ended(site.run("traceforge/full"))["state_type"] == "COMPLETED"
     assert len(site.flow_runs()) == n_runs + 1
@@ -122,13 +113,13 @@ def test_second_run_is_cached_also_inline(site: Deployed) -> None:
     assert [stage["outcome"] for stage in json.loads(inline.stdout)["stages"]] == ["cached"] * 7 + ["ran"]
 
 
-def test_night_without_news_says_so(site: Deployed) -> None:
+def test_night_without_news_says_so(site: Site) -> None:
     night = site.ended(site.run("traceforge/nightly"))
     assert night["state_type"] == "COMPLETED"
     assert "nothing new since run" in night["state"]["message"]
 
 
-def test_wrong_value_is_refused_before_anything_runs(site: Deployed) -> None:
+def test_wrong_value_is_refused_before_anything_runs(site: Site) -> None:
     source = {"name": "site", "source": {"paths": ["x"]}}
     wrong: dict[str, dict[str, Any]] = {
         "choice": {"execution": "sideways"},
@@ -145,7 +136,7 @@ def test_wrong_value_is_refused_before_anything_runs(site: Deployed) -> None:
     assert len(site.flow_runs()) == n_runs
 
 
-def test_watched_run_that_fails_ends_with_1_and_the_reason(site: Deployed) -> None:
+def test_watched_run_that_fails_ends_with_1_and_the_reason(site: Site) -> None:
     watched = site.command(
         *("prefect", "deployment", "run", "traceforge/data-only", "--watch", "--params"),
         json.dumps({"config": site.changed('source.paths=["/nowhere"]')}),
@@ -155,7 +146,7 @@ def test_watched_run_that_fails_ends_with_1_and_the_reason(site: Deployed) -> No
     assert "/nowhere" in site.flow_runs()[-1]["state"]["message"]
 
 
-def test_equal_runs_at_the_same_time_compute_once(site: Deployed) -> None:
+def test_equal_runs_at_the_same_time_compute_once(site: Site) -> None:
     config = site.changed("sft.seed=7")
     n_before = len(site.flow_runs())
     ids = [site.run("traceforge/full", config=config, until="sft") for _ in range(2)]
@@ -170,7 +161,7 @@ def test_equal_runs_at_the_same_time_compute_once(site: Deployed) -> None:
     wait_for(lambda: outcomes() == ["Cached", "Completed"], 120, f"one computed, one found in the cache: {outcomes()}")
 
 
-def test_result_of_a_stage_whose_pipeline_died_is_used(site: Deployed) -> None:
+def test_result_of_a_stage_whose_pipeline_died_is_used(site: Site) -> None:
     config = site.changed("sft.seed=8")
     orphaned = site.run("traceforge/full", config=config, until="sft")
     wait_for(lambda: trainings(site.folder), 300, "a training process")
@@ -185,7 +176,7 @@ def test_result_of_a_stage_whose_pipeline_died_is_used(site: Deployed) -> None:
     assert [line.outcome for line in read_runs(site.folder / "store")[-1].stages] == ["cached"] * 4
 
 
-def test_cancelled_training_leaves_no_process_and_a_free_pool(site: Deployed) -> None:
+def test_cancelled_training_leaves_no_process_and_a_free_pool(site: Site) -> None:
     run = site.run("traceforge/full", config=site.changed("sft.epochs=500"), until="sft")
     wait_for(lambda: trainings(site.folder), 300, "a training process")
     site.post(f"flow_runs/{run}/set_state", state={"type": "CANCELLING", "name": "Cancelling"})
@@ -196,7 +187,7 @@ def test_cancelled_training_leaves_no_process_and_a_free_pool(site: Deployed) ->
     assert (record.status, record.message) == ("cancelled", "stopped: cancelled, or its worker was stopped")
 
 
-def test_cancelled_stage_cancels_its_pipeline(site: Deployed) -> None:
+def test_cancelled_stage_cancels_its_pipeline(site: Site) -> None:
     run = site.run("traceforge/full", config=site.changed("sft.epochs=501"), until="sft")
     wait_for(lambda: trainings(site.folder), 300, "a training process")
     child = next(run for run in reversed(site.flow_runs()) if run["flow_name"] == "sft")
@@ -208,7 +199,7 @@ def test_cancelled_stage_cancels_its_pipeline(site: Deployed) -> None:
     assert trainings(site.folder) == []
 
 
-def test_killed_worker_does_not_end_its_run_and_the_next_takes_over(site: Deployed) -> None:
+def test_killed_worker_does_not_end_its_run_and_the_next_takes_over(site: Site) -> None:
     run = site.run("traceforge/full", config=site.changed("sft.epochs=3"), until="sft")
     wait_for(lambda: trainings(site.folder), 300, "a training process")
     os.kill(site.processes[2].pid, signal.SIGKILL)
