@@ -13,13 +13,14 @@ from tasks.sources.adapter import Adapter
 from tasks.sources.base import build, spans
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
+from tasks.sources.enclosed import Enclosed
 
 NAME = "aider"
 
 _SESSION = re.compile(r"^# aider chat started at .*$", re.MULTILINE)
-_EDIT = re.compile(
-    r"^(?:[^\n`]+\n)?(?P<fence>`{3,})[^\n]*\n<<<<<<< SEARCH\n.*?\n>>>>>>> REPLACE[^\n]*\n(?P=fence)",
-    re.DOTALL | re.MULTILINE,
+_EDIT = Enclosed(
+    re.compile(r"^(?:[^\n`]+\n)?(`{3,}+)[^\n]*+\n<<<<<<< SEARCH\n", re.MULTILINE),
+    r"\n>>>>>>> REPLACE[^\n]*+\n{}",
 )
 _MODEL = re.compile(r"^> (?:Main model|Model): (\S+)", re.MULTILINE)
 _CLEARING = ("/clear", "/reset")

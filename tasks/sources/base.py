@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -14,6 +15,7 @@ from xxhash import xxh3_128_hexdigest
 from schemas.trajectory import Outcome, OutcomeSource, Trajectory
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import CharSpan, Message, Run, ToolCall, from_trajectory
+from tasks.sources.enclosed import Enclosed
 from tasks.sources.plain_values import kind_of
 
 
@@ -138,14 +140,17 @@ def tool_call(name: Any, arguments: Any, call_id: Any = None) -> ToolCall:
     return ToolCall(name, arguments, string(call_id))
 
 
-def spans(content: str, pattern: re.Pattern[str], *, first_only: bool = False) -> tuple[CharSpan, ...]:
-    """Where `pattern` stands in the untouched content."""
-    found = [CharSpan(start=match.start(), end=match.end()) for match in pattern.finditer(content) if match.group()]
-    return tuple(found[:1] if first_only else found)
+def spans(content: str, marks: re.Pattern[str] | Enclosed, *, first_only: bool = False) -> tuple[CharSpan, ...]:
+    """Where what is marked stands in the untouched content."""
+    if isinstance(marks, Enclosed):
+        found = marks.spans(content)
+    else:
+        found = (CharSpan(match.start(), match.end()) for match in marks.finditer(content) if match.group())
+    return tuple(islice(found, 1 if first_only else None))
 
 
 _RUN_NUMBER = re.compile(r"(-\d+)_\d+$")
-_SWE_SMITH_RUN = re.compile(r"^(.+__.+\.[0-9a-f]{8}\.[^.]+)\.[a-z0-9]{8}(?:_\d+)?$")
+_SWE_SMITH_RUN = re.compile(r"(\.[0-9a-f]{8}\.[^.]+)\.[a-z0-9]{8}(?:_\d+)?$")
 _COMMIT = re.compile(r"\.[0-9a-f]{7,40}(?:\.|$)")
 _PATH_INSTANCE = re.compile(r"[A-Za-z0-9][\w.-]*__[A-Za-z0-9][\w.-]*-\d+")
 
@@ -153,8 +158,10 @@ _PATH_INSTANCE = re.compile(r"[A-Za-z0-9][\w.-]*__[A-Za-z0-9][\w.-]*-\d+")
 def instance_task(instance_id: str) -> str:
     """The task of an instance id, without what names a run: `-366_17` is run 17, `...__lq60cp3u.l13ggwmx_1` too."""
     instance_id = instance_id.strip()
-    rollout = _SWE_SMITH_RUN.match(instance_id)
-    return rollout.group(1) if rollout else _RUN_NUMBER.sub(r"\1", instance_id)
+    rollout = _SWE_SMITH_RUN.search(instance_id)
+    if rollout and "__" in instance_id[: rollout.start()]:
+        return instance_id[: rollout.end(1)]
+    return _RUN_NUMBER.sub(r"\1", instance_id)
 
 
 def instance_repo(instance_id: str) -> str | None:
@@ -182,13 +189,16 @@ def digest(*parts: str | None) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-_ISSUE = re.compile(r"<pr_description>(.+?)</pr_description>|\bISSUE:\n(.+?)\n+INSTRUCTIONS:", re.DOTALL)
+_ISSUES = (
+    Enclosed(re.compile("<pr_description>"), "</pr_description>"),
+    Enclosed(re.compile(r"\bISSUE:\n"), "\nINSTRUCTIONS:"),
+)
 
 
 def issue_text(prompt: str) -> str | None:
     """The issue's own text, where the prompt marks it."""
-    issue = _ISSUE.search(prompt)
-    return (issue.group(1) or issue.group(2)) if issue else None
+    found = (issue.strip("\n") for marks in _ISSUES if (issue := marks.inner(prompt)) is not None)
+    return next(filter(None, found), None)
 
 
 def prompt_task(messages: Iterable[Message]) -> str | None:

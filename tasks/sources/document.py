@@ -91,7 +91,8 @@ def _refuse_many_values(data: bytes) -> None:
             raise SourceError(f"so many small values that they would take more than {_MAX_PARSED_BYTES >> 20} MiB")
 
 
-_YAML_START = re.compile(r"(?:#[^\n]*\n|---\s*\n|\s*\n)*[\w.\"'-]+:(?:\s|$)")
+_YAML_START = re.compile(r"(?!# aider chat started at )(?:(?:#[^\n]*|---[^\S\n]*|[^\S\n]*)\n)*+[\w.\"'-]+:(?:\s|$)")
+"""Comments, blank lines and a first key. A heading of Markdown is a comment too, and an answer can begin `Sure:`."""
 _MAX_YAML_ALIASES = 100
 _MAX_YAML_BYTES = 4 << 20
 """Parsed, YAML takes up to two hundred times as much."""

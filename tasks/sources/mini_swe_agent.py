@@ -16,12 +16,13 @@ from tasks.sources.base import METADATA_KEY, as_list, build, dicts, get, objects
 from tasks.sources.chat import looks_like_chat, read_message, read_response_items, return_code_failed
 from tasks.sources.document import Document, Shape, SourceError
 from tasks.sources.draft import Message, Run, ToolCall
+from tasks.sources.enclosed import Enclosed
 from tasks.sources.side_files import SideFields
 
 NAME = "mini-swe-agent"
 
-_FENCE = re.compile(r"```(?:bash|mswea_bash_command)[^\S\n]*\n.*?\n?```", re.DOTALL)
-_XML_CALL = re.compile(r"<function=[^>\n]+>.*?</function>", re.DOTALL)
+_FENCE = Enclosed(re.compile(r"```(?:bash|mswea_bash_command)[^\S\n]*\n"), "```")
+_XML_CALL = Enclosed(re.compile(r"<function=[^<>\n]+>"), "</function>")
 _OBSERVATION = re.compile(r"\s*(?:<exception>.*?</exception>\s*)?<returncode>", re.DOTALL)
 
 
@@ -90,7 +91,7 @@ def _is_recording(messages: Any) -> bool:
     if not looks_like_chat(messages):
         return False
     texts = [(raw.get("role"), text_of(raw.get("content"))) for raw in dicts(messages[:12])]
-    fenced = any(role == "assistant" and _FENCE.search(text) for role, text in texts)
+    fenced = any(role == "assistant" and spans(text, _FENCE) for role, text in texts)
     return fenced and any(role == "user" and _OBSERVATION.match(text) for role, text in texts)
 
 

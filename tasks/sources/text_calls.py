@@ -4,13 +4,14 @@ import re
 
 from tasks.sources.base import spans
 from tasks.sources.draft import CharSpan
+from tasks.sources.enclosed import Enclosed
 
-XML_CALL = re.compile(r"<function=[^>\n]+>.*?(?:</function>|\Z)", re.DOTALL)
+XML_CALL = Enclosed(re.compile(r"<function=[^<>\n]+>"), r"</function>|\Z")
 """OpenHands and SWE-smith style. A stop word can cut the closing tag off, so the end of the text closes it too."""
 
-COMMAND_TAG = re.compile(r"<command>.*?</command>", re.DOTALL)
-EXECUTE_TAG = re.compile(r"<(execute|solution)>.*?</\1>", re.DOTALL)
-FENCE = re.compile(r"^```[^\n`]*\n.*?^```[^\S\n]*$", re.DOTALL | re.MULTILINE)
+COMMAND_TAG = Enclosed(re.compile("<command>"), "</command>")
+EXECUTE_TAG = Enclosed(re.compile("<(execute|solution)>"), "</{}>")
+FENCE = Enclosed(re.compile(r"^```[^\n`]*\n", re.MULTILINE), r"^```[^\S\n]*$")
 
 _EXIT_CODES = re.compile(
     r"\[(?:The command completed|Command finished) with exit code (-?\d+)\.?\]|Process exited with code (-?\d+)"
