@@ -24,10 +24,12 @@ from tasks.sources.base import (
 )
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
+from tasks.sources.strict import text_or_none
 from tasks.sources.text_calls import exit_code_failed
 
 NAME = "atif"
 
+_RESULT_KEYS = frozenset(("content", "source_call_id", "subagent_trajectory_ref", "extra"))
 _JSON_CALL = re.compile(r"\{.*\}", re.DOTALL)
 
 
@@ -49,21 +51,34 @@ def _turn(step: dict[str, Any]) -> Message:
         tool_call(call.get("function_name"), call.get("arguments"), call.get("tool_call_id"))
         for call in objects(step.get("tool_calls") or [], "tool_calls")
     )
-    written = not calls and isinstance(step.get("observation"), dict)
+    written = not calls and step.get("observation") is not None
     return Message(
         role="assistant",
         author=_turn_author(step),
         content=content,
-        reasoning=string(step.get("reasoning_content")),
+        reasoning=text_or_none(step.get("reasoning_content")),
         tool_calls=calls,
         action_spans=spans(content, _JSON_CALL) if written else (),
     )
 
 
+def _result_list(observation: Any) -> list[dict[str, Any]]:
+    """The results of an observation; one that is no object with `results` is one itself, or the list of them."""
+    if isinstance(observation, dict) and ("results" in observation or not observation):
+        observation = observation.get("results")
+    if isinstance(observation, str | dict):
+        observation = [{"content": observation}]
+    results = objects(observation or [], "results")
+    for result in results:
+        if result and _RESULT_KEYS.isdisjoint(result):
+            raise SourceError(f"results: an object with none of {', '.join(sorted(_RESULT_KEYS))}")
+    return results
+
+
 def _results(step: dict[str, Any], turn: Message | None) -> list[Message]:
     messages = []
     calls = turn.tool_calls if turn else ()
-    for position, result in enumerate(objects(get(step, "observation", "results") or [], "results")):
+    for position, result in enumerate(_result_list(step.get("observation"))):
         content = text_of(result.get("content"))
         call_id = string(result.get("source_call_id"))
         call = next((call for call in calls if call_id is not None and call.call_id == call_id), None)

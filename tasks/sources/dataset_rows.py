@@ -139,7 +139,7 @@ def _detect_nebius(document: Document) -> bool:
 
 
 def _nebius_message(step: dict[str, Any], started: bool) -> Message:
-    text = step.get("text") if isinstance(step.get("text"), str) else step.get("system_prompt")
+    text = step.get("system_prompt") if step.get("text") is None else step["text"]
     message = read_message({"role": step.get("role"), "content": text}, user="environment" if started else "harness")
     if message.role != "assistant":
         return message

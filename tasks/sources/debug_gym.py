@@ -4,12 +4,15 @@ from typing import Any
 
 from schemas.trajectory import Outcome
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import build, dicts, get, json_text, objects, string, text_of, tool_call
+from tasks.sources.base import as_dict, build, dicts, get, json_text, objects, string, text_of, tool_call
 from tasks.sources.chat import read_messages
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
+from tasks.sources.strict import text_or_none
 
 NAME = "debug-gym"
+
+_STEP_KEYS = frozenset(("action", "obs", "content", "prompt_response_pairs"))
 
 
 def detect(document: Document) -> bool:
@@ -31,16 +34,23 @@ def _opening(log: list[dict[str, Any]]) -> list[Message]:
 
 
 def _step(step: dict[str, Any]) -> list[Message]:
+    if _STEP_KEYS.isdisjoint(step):
+        raise SourceError(f"a step with none of {', '.join(sorted(_STEP_KEYS))}")
     action = step.get("action")
-    responses = [pair.get("response") for pair in dicts(step.get("prompt_response_pairs"))]
+    responses = [pair.get("response") for pair in objects(step.get("prompt_response_pairs") or [], "responses")]
     content = text_of(step.get("content")) if "content" in step else text_of(next(iter(responses), None))
     if action is None and not content:
         return []
     calls = ()
-    if isinstance(action, dict):
+    if action is not None:
+        action = as_dict(action, "action")
         calls = (tool_call(action.get("name"), action.get("arguments"), action.get("id")),)
     turn = Message(
-        role="assistant", author="policy", content=content, reasoning=string(step.get("reasoning")), tool_calls=calls
+        role="assistant",
+        author="policy",
+        content=content,
+        reasoning=text_or_none(step.get("reasoning")),
+        tool_calls=calls,
     )
     call_id, name = string(get(action, "id")), string(get(action, "name"))
     observed = Message(

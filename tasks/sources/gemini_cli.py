@@ -9,6 +9,9 @@ from tasks.sources.draft import Message, Run, ToolCall
 
 NAME = "gemini-cli"
 
+_NOTES = ("info", "error", "warning")
+"""What the program tells its user; no model reads it."""
+
 _NO_TEXT = frozenset(("functionCall", "functionResponse"))
 
 
@@ -62,12 +65,14 @@ def _session(session: dict[str, Any]) -> list[Message]:
                 )
             )
             messages += [_result(call) for call in calls if call.get("result") is not None]
+        elif raw.get("type") not in _NOTES:
+            raise SourceError(f"unknown message type {str(raw.get('type'))[:200]!r}")
     return messages
 
 
 def _api_message(content: dict[str, Any]) -> list[Message]:
     parts = objects(content.get("parts") or [], "parts")
-    results = [part["functionResponse"] for part in parts if isinstance(part.get("functionResponse"), dict)]
+    results = [as_dict(part["functionResponse"], "functionResponse") for part in parts if "functionResponse" in part]
     messages = [
         Message(
             role="tool",

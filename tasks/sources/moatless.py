@@ -14,8 +14,11 @@ from tasks.sources.base import as_dict, build, dicts, get, objects, reward_outco
 from tasks.sources.chat import assistant_blocks, read_message
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
+from tasks.sources.strict import first_choice, part
 
 NAME = "moatless"
+
+_OBSERVATION_KEYS = ("message", "summary", "terminal", "expect_correction", "properties", "execution_completed")
 
 
 def detect(document: Document) -> bool:
@@ -34,7 +37,9 @@ def _flatten(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
     while stack:
         current, above = stack.pop()
         yield {**current, "parent_id": current.get("parent_id", above)}
-        stack += [(child, current.get("node_id")) for child in reversed(dicts(current.get("children")))]
+        stack += [
+            (child, current.get("node_id")) for child in reversed(objects(current.get("children") or [], "children"))
+        ]
 
 
 def _paths(nodes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -57,22 +62,20 @@ def _paths(nodes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _response(completion: dict[str, Any]) -> Message | None:
-    response = completion.get("response")
-    choices = get(response, "choices")
-    if isinstance(choices, list) and choices and isinstance(get(choices[0], "message"), dict):
-        return read_message({**choices[0]["message"], "role": "assistant"})
-    content = get(response, "content")
+    response = part(completion, "response", "choices", "content")
+    message = first_choice(response)
+    if message is not None:
+        return read_message({**message, "role": "assistant"})
+    content = response.get("content")
     return assistant_blocks(content) if content is not None else None
 
 
 def _turn(node: dict[str, Any]) -> Message | None:
-    completions = node.get("completions")
-    if isinstance(completions, dict) and isinstance(completions.get("build_action"), dict):
-        message = _response(completions["build_action"])
-        if message is not None:
-            return message
-    action = node.get("action")
-    if not isinstance(action, dict):
+    message = _response(part(part(node, "completions"), "build_action", "response", "input", "usage"))
+    if message is not None:
+        return message
+    action = part(node, "action")
+    if not action:
         return None
     arguments = {key: value for key, value in action.items() if key not in ("scratch_pad", "action_args_class")}
     name = str(action.get("action_args_class") or "action").rsplit(".", 1)[-1].removesuffix("Args")
@@ -80,13 +83,20 @@ def _turn(node: dict[str, Any]) -> Message | None:
     return Message(role="assistant", author="policy", content=text_of(action.get("scratch_pad")), tool_calls=(call,))
 
 
+def _shown(holder: dict[str, Any], key: str) -> str:
+    """What an observation shows to the model: its `message`, or itself where it is a text."""
+    if isinstance(holder.get(key), str):
+        return holder[key]
+    return text_of(part(holder, key, *_OBSERVATION_KEYS).get("message"))
+
+
 def _node_messages(node: dict[str, Any], copied: bool) -> list[Message]:
     messages = []
     turn = _turn(node)
     if turn is not None:
         messages.append(replace(turn, author="copied_context") if copied else turn)
-    observation = node.get("observation") or node.get("output")
-    text = text_of(get(observation, "message"))
+    key = "observation" if node.get("observation") else "output"
+    observation, text = node.get(key), _shown(node, key)
     if turn is not None and text and not get(observation, "terminal"):
         call = turn.tool_calls[0] if turn.tool_calls else None
         failed = True if get(observation, "expect_correction") is True else None
@@ -107,7 +117,9 @@ def _node_messages(node: dict[str, Any], copied: bool) -> list[Message]:
 
 def _read_tree(document: Document, tree: dict[str, Any]) -> list[Run]:
     nodes = objects(tree.get("nodes") or [], "nodes") or list(_flatten(as_dict(tree.get("root"), "root")))
-    system = text_of(get(tree, "agent", "system_prompt"))
+    system = text_of(part(tree, "agent").get("system_prompt"))
+    if any(string(node.get("node_id")) is None for node in nodes):
+        raise SourceError("moatless: a node without node_id")
     opening = [Message(role="system", author="harness", content=system)] if system else []
     runs: list[Run] = []
     covered: set[int] = set()
@@ -138,15 +150,15 @@ def _read_transitions(document: Document, run: dict[str, Any]) -> Run:
     for transition in objects(run.get("transitions"), "transitions"):
         model = string(get(transition, "properties", "model"))
         for step in objects(transition.get("actions") or [], "actions"):
-            action = step.get("action")
+            action = part(step, "action")
             policy_model = policy_model or model
-            inner = get(action, "action")
-            calls = (tool_call(transition.get("name"), inner),) if isinstance(inner, dict) else ()
-            content = text_of(get(action, "thoughts")) or text_of(get(action, "content"))
+            inner = part(action, "action")
+            calls = (tool_call(transition.get("name"), inner),) if isinstance(action.get("action"), dict) else ()
+            content = text_of(action.get("thoughts")) or text_of(action.get("content"))
             author = "policy" if model == policy_model else "other_agent"
             messages.append(Message(role="assistant", author=author, content=content, tool_calls=calls))
-            shown = text_of(get(step, "output", "message"))
-            if shown and not calls:  # a plan's output only repeats the plan
+            shown = "" if calls else _shown(step, "output")  # a plan's output only repeats the plan
+            if shown:
                 messages.append(Message(role="user", author="environment", content=shown))
     return build(
         document,

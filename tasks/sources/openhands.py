@@ -14,6 +14,7 @@ from tasks.sources.chat import read_message
 from tasks.sources.condensed import Segments
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run, ToolCall
+from tasks.sources.strict import part, unrepeated
 from tasks.sources.text_calls import exit_code_failed
 
 NAME = "openhands"
@@ -87,13 +88,13 @@ def _turn(event: dict[str, Any], args: dict[str, Any]) -> Message:
         message = read_message({**response, "role": "assistant"})
         if message.tool_calls or message.content:
             return message
-    texts = [args.get("thought"), args.get("content") if event["action"] == "message" else None]
+    texts = [text_of(args.get("thought")), text_of(args.get("content")) if event["action"] == "message" else ""]
     if event["action"] == "finish":
-        texts.append(args.get("final_thought"))
+        texts.append(text_of(args.get("final_thought")))
     return Message(
         role="assistant",
         author="policy",
-        content="\n\n".join(text for text in texts if isinstance(text, str) and text),
+        content="\n\n".join(filter(None, texts)),
         tool_calls=_plain_call(event, args),
     )
 
@@ -110,8 +111,8 @@ def _failed(event: dict[str, Any], content: str) -> bool | None:
 
 def _observation(event: dict[str, Any]) -> Message:
     content = text_of(event.get("content"))
-    metadata = event.get("tool_call_metadata")
-    if not isinstance(metadata, dict):
+    metadata = part(event, "tool_call_metadata")
+    if not metadata:
         return Message(role="user", author="environment", content=content, failed=_failed(event, content))
     return Message(
         role="tool",
@@ -137,11 +138,12 @@ def read_events(events: Iterable[dict[str, Any]], *, user: Author) -> tuple[Segm
     segments = Segments()
     tools: str | None = None
     started = False
-    for event in events:
-        nested = event.get("args")
-        args: dict[str, Any] = nested if isinstance(nested, dict) else event  # resolver events are flat
+    for event in unrepeated(events):
+        args = event if event.get("args") is None else part(event, "args")  # resolver events are flat
         event_id = string(event.get("id"))
         if "action" not in event:
+            if "observation" not in event:
+                raise SourceError("an event that is neither action nor observation")
             if event.get("observation") not in _SILENT:
                 segments.add(_observation(event), event_id)
             continue
@@ -155,6 +157,8 @@ def read_events(events: Iterable[dict[str, Any]], *, user: Author) -> tuple[Segm
         elif action in _BOOKKEEPING:
             continue
         elif from_user:
+            if action == "message" and "content" not in args:
+                raise SourceError("a user's message without content")
             text = text_of(args.get("content")) or text_of(args.get("command"))
             segments.add(Message(role="user", author=user, content=text), event_id)
         elif event.get("source") != "environment":

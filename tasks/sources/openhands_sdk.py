@@ -7,22 +7,37 @@ from msgspec.structs import replace
 
 from tasks.sources.adapter import Adapter
 from tasks.sources.base import as_dict, as_list, build, dicts, get, json_text, spans, string, text_of, tool_call
-from tasks.sources.chat import read_message, read_messages, reasoning_of
+from tasks.sources.chat import calls_of, read_message, read_messages, reasoning_of
 from tasks.sources.condensed import Segments
 from tasks.sources.document import Document, SourceError
-from tasks.sources.draft import Message, Run
+from tasks.sources.draft import Message, Run, ToolCall
 from tasks.sources.openhands import SINGLE_EVENT
+from tasks.sources.strict import first_choice, part, unrepeated
 from tasks.sources.text_calls import XML_CALL, exit_code_failed
 
 EVENTS_NAME = "openhands-sdk"
 LOG_NAME = "openhands-llm-log"
 
+_LOG_KEYS = {"kwargs", "context_window", "latency_sec"}
+
+_OBSERVATION_TEXTS = ("content", "output", "message")
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 def _detect_events(document: Document) -> bool:
     kinds = [event.get("kind") for event in dicts(document.records[:5])]
     return bool(kinds) and all(isinstance(kind, str) and kind.endswith("Event") for kind in kinds)
+
+
+def _calls(event: dict[str, Any]) -> tuple[ToolCall, ...]:
+    """The call of an action: flat, as the API has it, or only as the action it was parsed to."""
+    call_id = string(event.get("tool_call_id"))
+    if event.get("tool_call"):
+        calls = calls_of({"tool_calls": [event["tool_call"]]})
+        return tuple(replace(call, call_id=call_id or call.call_id) for call in calls)
+    action = part(event, "action")
+    arguments = {key: value for key, value in action.items() if key != "kind"}
+    return (tool_call(event.get("tool_name"), arguments, call_id),) if action else ()
 
 
 def _action(event: dict[str, Any]) -> Message:
@@ -32,14 +47,7 @@ def _action(event: dict[str, Any]) -> Message:
     if block and (reasoning is None or block.group(1).strip() == reasoning.strip()):
         reasoning = reasoning or block.group(1)  # the thought repeats the reasoning: counted once
         content = content[block.end() :]
-    call = event.get("tool_call")
-    calls = ()
-    if call:
-        call = as_dict(call, "tool_call")
-        calls = (
-            tool_call(call.get("name") or event.get("tool_name"), call.get("arguments"), event.get("tool_call_id")),
-        )
-    return Message(role="assistant", author="policy", content=content, reasoning=reasoning, tool_calls=calls)
+    return Message("assistant", "policy", content, reasoning, tool_calls=_calls(event))
 
 
 def _merge(first: Message, second: Message) -> Message:
@@ -54,7 +62,12 @@ def _merge(first: Message, second: Message) -> Message:
 
 def _observation(event: dict[str, Any]) -> Message:
     observation = event.get("observation")
-    content = text_of(get(observation, "content")) or text_of(get(observation, "output")) or text_of(event.get("error"))
+    if isinstance(observation, dict):
+        part(event, "observation", "kind", *_OBSERVATION_TEXTS)
+        content = next(filter(None, (text_of(observation.get(key)) for key in _OBSERVATION_TEXTS)), "")
+    else:
+        content = text_of(observation)
+    content = content or text_of(event.get("error")) or text_of(event.get("rejection_reason"))
     failed = get(observation, "is_error")
     code = get(observation, "exit_code")
     if failed is not True and isinstance(code, int):
@@ -76,7 +89,7 @@ def _read_events(document: Document) -> list[Run]:
         raise SourceError(SINGLE_EVENT)
     segments = Segments()
     tools: str | None = None
-    for event in dicts(document.records):
+    for event in unrepeated(dicts(document.records)):
         kind, event_id = event.get("kind"), string(event.get("id"))
         if kind == "SystemPromptEvent":
             system = Message(role="system", author="harness", content=text_of(event.get("system_prompt")))
@@ -104,15 +117,16 @@ def _read_events(document: Document) -> list[Run]:
 
 def _detect_log(document: Document) -> bool:
     first = document.first
-    return isinstance(first.get("messages"), list) and isinstance(get(first, "response", "choices"), list)
+    if not isinstance(first.get("messages"), list) or "response" not in first:
+        return False
+    return isinstance(get(first, "response", "choices"), list) or first.keys() >= _LOG_KEYS
 
 
 def _last_turn(record: dict[str, Any]) -> Message | None:
     """The logged response; `raw_response` is what the model wrote where calls are prompted as text."""
     for key in ("raw_response", "response"):
-        choices = get(record, key, "choices")
-        message = get(choices[0], "message") if isinstance(choices, list) and choices else None
-        if isinstance(message, dict):
+        message = first_choice(part(record, key, "choices"))
+        if message is not None:
             return read_message({**message, "role": "assistant"})
     return None
 

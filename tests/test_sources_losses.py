@@ -1,0 +1,170 @@
+"""What a log holds where a turn, a call or an observation stands is kept, or told: never passed over unsaid."""
+
+import json
+from typing import Any
+
+import pytest
+
+from schemas.trajectory import Message
+from tasks.sources import BY_NAME, SourceError, find_adapter, read_document
+
+
+def messages(expected_format: str, value: Any, *, lines: bool = False) -> tuple[Message, ...]:
+    """The messages of the one run that the value, or the lines, hold."""
+    data = "\n".join(map(json.dumps, value)) if lines else json.dumps(value)
+    document = read_document(data.encode())
+    assert find_adapter(document).name == expected_format
+    (run,) = BY_NAME[expected_format].read_document(document)
+    return run.messages
+
+
+def contents(expected_format: str, value: Any, *, lines: bool = False) -> list[str]:
+    return [message.content for message in messages(expected_format, value, lines=lines)]
+
+
+def atif(**step: Any) -> dict[str, Any]:
+    opening = {"source": "user", "message": "task"}
+    return {"schema_version": "ATIF-v1.5", "steps": [opening, {"source": "agent", "message": "m", **step}]}
+
+
+def nebius(text: Any) -> dict[str, Any]:
+    steps = [{"role": "system", "system_prompt": "s", "text": None, "mask": False}, {"role": "user", "text": "task"}]
+    return {"instance_id": "o__r-1", "target": True, "trajectory": [*steps, {"role": "ai", "text": text, "mask": True}]}
+
+
+def moatless(**node: Any) -> dict[str, Any]:
+    action = {"scratch_pad": "thought", "action_args_class": "x.FindArgs", "q": 1}
+    nodes = [{"node_id": 0, "message": "task"}, {"node_id": 1, "parent_id": 0, "action": action, **node}]
+    return {"nodes": nodes}
+
+
+def moatless_response(response: Any) -> dict[str, Any]:
+    return moatless(completions={"build_action": {"response": response}})
+
+
+def v0(**event: Any) -> list[dict[str, Any]]:
+    opening = {"id": 0, "source": "user", "action": "message", "args": {"content": "task"}}
+    return [opening, {"id": 1, "source": "agent", "action": "run", "args": {"command": "ls"}}, {"id": 2, **event}]
+
+
+def sdk(*events: dict[str, Any]) -> list[dict[str, Any]]:
+    opening = {"id": "1", "kind": "MessageEvent", "llm_message": {"role": "user", "content": "task"}}
+    return [opening, *events]
+
+
+def llm_log(**fields: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": "task"}],
+        "response": {"choices": []},
+        "kwargs": {},
+        "context_window": 1,
+        "latency_sec": 1.0,
+        **fields,
+    }
+
+
+def debug_gym(**step: Any) -> dict[str, Any]:
+    return {"problem": "p", "log": [{"action": None, "obs": "task"}, {"obs": "o", "content": "c", **step}]}
+
+
+def gemini(*turns: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"type": "user", "content": "task"}, {"type": "gemini", "content": "a"}, *turns]}
+
+
+ACTION = {"kind": "ExecuteBashAction", "command": "ls"}
+SHOWN = {"content": [{"type": "text", "text": "seen"}], "is_error": False}
+
+
+@pytest.mark.parametrize(
+    ("expected_format", "value", "kept"),
+    [
+        ("atif", atif(observation="seen"), "seen"),
+        ("atif", atif(observation=[{"content": "seen"}]), "seen"),
+        ("atif", atif(observation={"content": "seen"}), "seen"),
+        ("nebius", nebius([{"type": "text", "text": "seen"}]), "seen"),
+        ("moatless", moatless(observation="seen"), "seen"),
+        ("openhands", v0(source="agent", action="message", args={"content": ["seen"]}), "seen"),
+        ("openhands", v0(source="agent", action="run", args={"thought": ["seen"], "command": "ls"}), "seen"),
+        ("openhands-sdk", sdk({"id": "2", "kind": "ObservationEvent", "observation": "seen"}), "seen"),
+        ("openhands-sdk", sdk({"id": "2", "kind": "ObservationEvent", "observation": [SHOWN]}), "seen"),
+        ("openhands-sdk", sdk({"id": "2", "kind": "ObservationEvent", "observation": {"message": "seen"}}), "seen"),
+    ],
+)
+def test_what_has_a_text_is_kept_whatever_holds_it(expected_format: str, value: Any, kept: str) -> None:
+    assert contents(expected_format, value)[-1] == kept
+
+
+@pytest.mark.parametrize(
+    ("expected_format", "value"),
+    [("atif", atif(reasoning_content=["why"])), ("debug-gym", debug_gym(reasoning=[{"type": "text", "text": "why"}]))],
+)
+def test_reasoning_in_parts_is_kept(expected_format: str, value: Any) -> None:
+    assert next(turn for turn in messages(expected_format, value) if turn.role == "assistant").reasoning == "why"
+
+
+@pytest.mark.parametrize(
+    ("expected_format", "value", "told"),
+    [
+        ("atif", atif(observation={"results": [{"new": "seen"}]}), "results: an object with none of content"),
+        ("moatless", moatless(observation=[{"message": "seen"}]), "observation: expected an object"),
+        ("moatless", moatless(observation={"new": "seen"}), "observation: an object with none of message"),
+        ("moatless", moatless(completions=[{"build_action": {}}]), "completions: expected an object"),
+        ("moatless", moatless(completions={"build_action": "seen"}), "build_action: expected an object"),
+        ("moatless", moatless_response("seen"), "response: expected an object"),
+        ("moatless", moatless_response({"new": "seen"}), "response: an object with none of"),
+        ("moatless", moatless_response({"choices": ["seen"]}), "choices: expected an object"),
+        ("moatless", {"nodes": [{"node_id": 0, "message": "task"}, {"new": {"node_id": 1}}]}, "without node_id"),
+        ("openhands", v0(source="agent", action="message", args=["seen"]), "args: expected an object"),
+        ("openhands", v0(source="user", action="message", args={"new": "seen"}), "message without content"),
+        ("openhands", [*v0(source="agent", observation="run"), {"new": "seen"}], "neither action nor observation"),
+        ("openhands-sdk", sdk({"id": "2", "kind": "ObservationEvent", "observation": {"new": 1}}), "none of"),
+        ("openhands-sdk", sdk({"id": "2", "kind": "ActionEvent", "tool_call": {"new": "seen"}}), "names no function"),
+        ("openhands-sdk", sdk({"id": "2", "kind": "ActionEvent", "action": ["seen"]}), "action: expected an object"),
+        ("openhands-llm-log", llm_log(response=["seen"]), "response: expected an object"),
+        ("openhands-llm-log", llm_log(raw_response="seen"), "raw_response: expected an object"),
+        ("openhands-llm-log", llm_log(response={"choices": {"0": "seen"}}), "choices: expected a list"),
+        ("openhands-llm-log", llm_log(response={"choices": [{"message": "seen"}]}), "message: expected an object"),
+        ("debug-gym", debug_gym(action=[{"name": "pdb"}]), "action: expected an object"),
+        ("debug-gym", {"problem": "p", "log": [{"new": "seen"}]}, "a step with none of"),
+        ("gemini-cli", gemini({"type": "info"}, {"type": "model", "content": "seen"}), "unknown message type 'model'"),
+    ],
+)
+def test_what_cannot_be_read_is_told(expected_format: str, value: Any, told: str) -> None:
+    with pytest.raises(SourceError, match=told):
+        messages(expected_format, value)
+
+
+def test_notes_of_the_gemini_program_are_no_messages() -> None:
+    assert contents("gemini-cli", gemini({"type": "info", "content": "update"}))[-1] == "a"
+
+
+# OpenHands SDK: calls --------------------------------------------------------------------------------------------
+
+CALL = {"id": "t1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments"),
+    [
+        ({"tool_call": CALL}, '{"command": "ls"}'),
+        ({"tool_call": {"id": "t1", "name": "bash", "arguments": '{"command": "ls"}'}}, '{"command": "ls"}'),
+        ({"action": ACTION, "tool_name": "bash", "tool_call_id": "t1"}, '{"command": "ls"}'),
+    ],
+)
+def test_calls_of_the_openhands_sdk_in_every_shape(fields: dict[str, Any], arguments: str) -> None:
+    turn = messages("openhands-sdk", sdk({"id": "2", "kind": "ActionEvent", "thought": [], **fields}))[-1]
+    (call,) = turn.tool_calls
+    assert (call.name, call.arguments, call.call_id) == ("bash", arguments, "t1")
+
+
+def test_an_event_that_was_written_twice_is_one() -> None:
+    act = {"id": "2", "kind": "ActionEvent", "tool_call": CALL, "llm_response_id": "r"}
+    seen = {"id": "3", "kind": "ObservationEvent", "observation": SHOWN, "tool_call_id": "t1"}
+    found = messages("openhands-sdk", sdk(act, act, seen, seen))
+    assert [(message.role, len(message.tool_calls)) for message in found] == [
+        ("user", 0),
+        ("assistant", 1),
+        ("tool", 0),
+    ]
+    event = {"id": 2, "source": "agent", "observation": "run", "content": "seen"}
+    assert contents("openhands", [*v0(**event), event]) == ["task", "", "seen"]
