@@ -7,8 +7,9 @@ from time import perf_counter
 import pytest
 
 from tasks.sources import parse, read_document
-from tasks.sources.base import instance_task, issue_text, spans
+from tasks.sources.base import issue_text, spans
 from tasks.sources.enclosed import Enclosed
+from tasks.sources.instances import instance_task
 from tasks.sources.text_calls import COMMAND_TAG, EXECUTE_TAG, FENCE, XML_CALL, exit_code_failed
 
 N_CHARS, LIMIT_S = 200_000, 2.0

@@ -7,7 +7,6 @@ import pytest
 
 from schemas.trajectory import Trajectory
 from tasks.sources import BY_NAME, SourceError, find_adapter, parse, read_document
-from tasks.sources.base import instance_repo, instance_task
 
 
 def read(value: Any, expected_format: str | None = None) -> list[Trajectory]:
@@ -344,27 +343,6 @@ def test_images_never_reach_the_text() -> None:
     parts = [{"type": "text", "text": "see"}, image]
     (run,) = read({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "ok"}]})
     assert run.messages[0].content == "see\n[image]"
-
-
-@pytest.mark.parametrize(
-    ("instance", "task", "repo"),
-    [
-        ("pylint-dev__astroid-1196", "pylint-dev__astroid-1196", "pylint-dev/astroid"),
-        ("tomerfiliba__plumbum-366_17", "tomerfiliba__plumbum-366", "tomerfiliba/plumbum"),
-        ("python__mypy-15976_0", "python__mypy-15976", "python/mypy"),
-        (
-            "arrow-py__arrow.1d70d009.lm_rewrite__nuzjfyur",
-            "arrow-py__arrow.1d70d009.lm_rewrite__nuzjfyur",
-            "arrow-py/arrow",
-        ),
-        ("a__b.1d70d009.lm_rewrite__nuzjfyur.l13ggwmx_1", "a__b.1d70d009.lm_rewrite__nuzjfyur", "a/b"),
-        ("pandas-dev__pandas.95280573.pr_53856", "pandas-dev__pandas.95280573.pr_53856", "pandas-dev/pandas"),
-        ("scikit-learn__scikit-learn-10297", "scikit-learn__scikit-learn-10297", "scikit-learn/scikit-learn"),
-        ("plain-id", "plain-id", None),
-    ],
-)
-def test_instance_ids(instance: str, task: str, repo: str | None) -> None:
-    assert (instance_task(instance), instance_repo(instance)) == (task, repo)
 
 
 def test_formats_can_be_forced() -> None:

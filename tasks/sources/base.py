@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from pathlib import PurePosixPath
 from typing import Any
 
 import orjson
@@ -16,6 +15,7 @@ from schemas.trajectory import Outcome, OutcomeSource, Trajectory
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import CharSpan, Message, Run, ToolCall, from_trajectory
 from tasks.sources.enclosed import Enclosed
+from tasks.sources.instances import instance_in_path, instance_repo, instance_task
 from tasks.sources.plain_values import kind_of
 
 
@@ -147,37 +147,6 @@ def spans(content: str, marks: re.Pattern[str] | Enclosed, *, first_only: bool =
     else:
         found = (CharSpan(match.start(), match.end()) for match in marks.finditer(content) if match.group())
     return tuple(islice(found, 1 if first_only else None))
-
-
-_RUN_NUMBER = re.compile(r"(-\d+)_\d+$")
-_SWE_SMITH_RUN = re.compile(r"(\.[0-9a-f]{8}\.[^.]+)\.[a-z0-9]{8}(?:_\d+)?$")
-_COMMIT = re.compile(r"\.[0-9a-f]{7,40}(?:\.|$)")
-_PATH_INSTANCE = re.compile(r"[A-Za-z0-9][\w.-]*__[A-Za-z0-9][\w.-]*-\d+")
-
-
-def instance_task(instance_id: str) -> str:
-    """The task of an instance id, without what names a run: `-366_17` is run 17, `...__lq60cp3u.l13ggwmx_1` too."""
-    instance_id = instance_id.strip()
-    rollout = _SWE_SMITH_RUN.search(instance_id)
-    if rollout and "__" in instance_id[: rollout.start()]:
-        return instance_id[: rollout.end(1)]
-    return _RUN_NUMBER.sub(r"\1", instance_id)
-
-
-def instance_repo(instance_id: str) -> str | None:
-    """owner/name of `owner__name-123` and `owner__name.commit.change`; None for other ids."""
-    owner, separator, rest = _COMMIT.split(instance_id, maxsplit=1)[0].partition("__")
-    name = re.sub(r"-[0-9]+(_[0-9]+)?$", "", rest)
-    return f"{owner}/{name}" if separator and owner and name else None
-
-
-def instance_in_path(path: str) -> str | None:
-    """The instance id that an agent named its file or folder by (`owner__name-123`), for logs that do not repeat it."""
-    for part in reversed(PurePosixPath(path).parts):
-        match = _PATH_INSTANCE.match(part)
-        if match:
-            return match.group()
-    return None
 
 
 def digest(*parts: str | None) -> str:

@@ -12,8 +12,9 @@ from pathlib import PurePosixPath
 from typing import Any, TypedDict
 
 from schemas.trajectory import Outcome
-from tasks.sources.base import get, instance_task, reward_outcome
+from tasks.sources.base import get, reward_outcome
 from tasks.sources.document import Document, SourceError
+from tasks.sources.instances import instance_task
 
 
 class SideFields(TypedDict, total=False):
