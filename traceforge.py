@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.console import Commands, console, emit, given_folder, only_config, stage_names
+from flows.console import Commands, console, emit, given_folder, only_config, stage_names, without_config
 from schemas.requests import StageName
 
 _OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
@@ -14,7 +14,8 @@ artifacts = typer.Typer(help="What the artifact store holds.", **_OPTIONS)
 app.add_typer(artifacts, name="artifacts")
 
 Config = Annotated[Path, typer.Argument(help="run configuration, a TOML file (see configs/)")]
-DEMO, TWO_GPU = Path("configs/demo.toml"), Path("configs/qwen3-8b-2x24g.toml")
+TWO_GPU = Path("configs/qwen3-8b-2x24g.toml")
+_HERE = Path(__file__).resolve().parent  # what only reads a configuration finds the project's own from anywhere
 _OUT: dict[str, Any] = {"parser": given_folder, "metavar": "PATH"}
 _MANY: dict[str, Any] = {"default_factory": list, "show_default": False}
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="overrides a key, in TOML", **_MANY)]
@@ -87,6 +88,7 @@ def ingest(
         return
     from flows.ingest_logs import ingest_logs
 
+    without_config(("--set", set_), ("--refresh", refresh))
     report = ingest_logs(paths, out, source_format=format, redact=not no_redact, dedupe=dedupe)
     emit(report, json, report.text())
 
@@ -133,7 +135,9 @@ def inspect(
     file: Annotated[Path, typer.Argument(help="a log file, or a trajectories, branches or pairs table")],
     set_: Set,
     branches: Annotated[list[Path], typer.Option(help="where a pair's branches are looked up", **_MANY)],
-    config: Annotated[Path, typer.Option(help="whose model and render section to look with")] = DEMO,
+    config: Annotated[
+        Path, typer.Option(help="whose model and render section to look with", show_default="configs/demo.toml")
+    ] = _HERE / "configs" / "demo.toml",
     row: Annotated[int, typer.Option(help="which run, branch or pair of the file")] = 0,
     full: Annotated[bool, typer.Option("--full", help="fold nothing")] = False,
     html: Annotated[Path | None, typer.Option(help="write a page here as well")] = None,
@@ -167,7 +171,9 @@ def export(
 @app.command()
 def plan(
     set_: Set,
-    config: Annotated[Path, typer.Option(help="whose model, LoRA and optimiser sections count")] = TWO_GPU,
+    config: Annotated[
+        Path, typer.Option(help="whose model, LoRA and optimiser sections count", show_default=str(TWO_GPU))
+    ] = _HERE / TWO_GPU,
     model: Annotated[str, typer.Option(help="qwen3-8b, or a folder with config.json; else the configuration's")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="length of the branch")] = 81_920,
     scored: Annotated[int, typer.Option(min=1, help="how many of them are scored")] = 4_096,

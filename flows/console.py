@@ -6,8 +6,10 @@
 
 import errno
 import json
+import os
 import sqlite3
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
 
@@ -67,6 +69,17 @@ def only_config(paths: list[str]) -> Path:
     raise UserError("logs need a folder to write to", where=paths[0], fix="add --out DIR, or give one .toml file")
 
 
+def without_config(*given: tuple[str, list[str]]) -> None:
+    """Options that change a configuration, on a command line that has none.
+
+    Raises:
+        UserError: one was given.
+    """
+    for name, values in given:
+        if values:
+            raise UserError("it changes a configuration, and with --out there is none", where=name, fix="leave it out")
+
+
 def given_folder(text: str) -> Path:
     """The path of an option; an empty one would be the working directory.
 
@@ -79,11 +92,27 @@ def given_folder(text: str) -> Path:
 
 
 def emit(result: BaseModel, as_json: bool, text: str = "") -> None:
-    """The result on stdout: as one JSON object when asked for, else as text (nothing when that is empty)."""
-    if as_json:
-        sys.stdout.write(result.model_dump_json() + "\n")
-    elif text:
+    """The result on stdout: as one JSON object when asked for, else as text (nothing when that is empty).
+
+    Raises:
+        StageError: there is no stdout.
+        OSError: it cannot be written.
+    """
+    said = result.model_dump_json() if as_json else text
+    if said:
+        _print(said)
+
+
+def _print(text: str) -> None:
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  (closed by whoever started the program)
+        raise StageError("the result cannot be printed: stdout is closed")
+    try:
         sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  what is buffered would be tried again at the end
+        error.filename = error.filename or "stdout"
+        raise
 
 
 def _complain(error: Exception, as_json: bool) -> None:
@@ -91,7 +120,8 @@ def _complain(error: Exception, as_json: bool) -> None:
     for problem in problems:
         sys.stderr.write(f"error: {problem}\n")
     if as_json:
-        sys.stdout.write(json.dumps({"error": problems[0], "errors": problems}) + "\n")
+        with suppress(OSError, StageError):  # the error may be that of stdout
+            _print(json.dumps({"error": problems[0], "errors": problems}))
 
 
 def _refused_by_the_system(error: OSError | sqlite3.OperationalError) -> UserError | None:

@@ -23,6 +23,7 @@ from tasks.ingest import ingest
 Dedupe = Literal["exact", "near", "off"]
 
 _STORE = ".store"
+_OPTIONS = {"paths": ("PATH...", "give files, folders or globs"), "format": ("--format", "auto, or a format's name")}
 TABLE, REPORT, CARD = "trajectories.arrow", "ingest.json", "ingest.md"
 
 
@@ -86,7 +87,9 @@ def ingest_logs(
     try:
         config = SourceConfig(paths=tuple(paths), format=source_format, redact=redact, dedupe=cast("Dedupe", dedupe))
     except ValidationError as error:
-        raise UserError(str(error.errors()[-1]["msg"]), where="PATH...", fix="give files, folders or globs") from error
+        problem = error.errors()[0]
+        where, fix = _OPTIONS[str(problem["loc"][0])]
+        raise UserError(str(problem["msg"]), where=where, fix=fix) from error
     with _naming(out):
         store = Store(out / _STORE)
         with alone(store.root / "ingest.lock"):

@@ -26,6 +26,11 @@ def _require_file(path: Path, fix: str) -> None:
         raise UserError("no such file", where=path, fix=fix)
 
 
+def _not_itself(read: Path, written: Path, option: str) -> None:
+    if written.exists() and written.samefile(read):
+        raise UserError("it would overwrite what is read", where=written, fix=f"give {option} another file")
+
+
 def look(
     file: Path, config: RunConfig, *, row: int = 0, branches: Sequence[Path] = (), html: Path | None = None
 ) -> InspectReport:
@@ -46,6 +51,7 @@ def look(
         redact=config.source.redact,
     )
     if html is not None:
+        _not_itself(file, html, "--html")
         try:
             html.write_text(html_page(report), encoding="utf-8")
         except OSError as error:
@@ -63,16 +69,19 @@ def export_runs(table: Path, out: Path, target: str) -> ExportReport:
     """Writes every run of a table in another format.
 
     Raises:
-        UserError: no such format, the table cannot be read, or `out` is a folder and the format writes a file (or the
-            other way round).
+        UserError: no such format, the table cannot be read, or `out` is the table, a folder where the format writes a
+            file (or the other way round), or a folder with something in it.
         OSError: `out` cannot be written.
     """
     if target not in get_args(Format):
         raise UserError(f"no format {target!r}", where="--format", fix=f"one of {', '.join(get_args(Format))}")
     _require_file(table, "give a trajectories table, see: traceforge artifacts list")
+    _not_itself(table, out, "--out")
     if out.exists() and out.is_dir() != (target == "atif"):
         wanted = "a folder for atif" if target == "atif" else "a file"
         raise UserError(f"{'a folder' if out.is_dir() else 'a file'} lies there", where=out, fix=f"give --out {wanted}")
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError("a folder with something in it", where=out, fix="give --out a new or empty folder")
     try:
         n_runs = export(table, out, cast("Format", target))
     except ArtifactError as error:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shutil import rmtree
 from typing import IO, Any, Literal
 
 import orjson
@@ -206,6 +207,25 @@ def _whole(path: Path) -> Iterator[IO[bytes]]:
                 temporary.unlink()
 
 
+@contextmanager
+def _whole_folder(path: Path) -> Iterator[Path]:
+    """A folder that gets its name once everything lies in it.
+
+    Raises:
+        OSError: it cannot be written, or something lies in `path` already; it names `path`.
+    """
+    temporary = path.with_name(f".{uuid.uuid4().hex}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        yield temporary
+        os.replace(temporary, path)  # in place of an empty folder, too
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        rmtree(temporary, ignore_errors=True)
+
+
 def _document_name(trajectory_id: str, taken: Counter[str]) -> str:
     """A file name of its own for each run, also where runs share an id (repeats that were kept) or where a log made up
     one that is no name.
@@ -216,8 +236,8 @@ def _document_name(trajectory_id: str, taken: Counter[str]) -> str:
 
 
 def export(table: Ref | Path, out: Path, target: Format) -> int:
-    """Writes the runs of a table: `openai` and `sharegpt` as one JSON Lines file, `atif` as a folder of documents. A
-    file is replaced as a whole or not at all.
+    """Writes the runs of a table: `openai` and `sharegpt` as one JSON Lines file, `atif` as a folder of documents,
+    which must be new or empty. All of it is written, or nothing.
 
     Returns:
         the number of runs written.
@@ -229,12 +249,12 @@ def export(table: Ref | Path, out: Path, target: Format) -> int:
     exporter = EXPORTERS[target]
     n_runs = 0
     if target == "atif":
-        out.mkdir(parents=True, exist_ok=True)
         taken = Counter[str]()
-        for trajectory in trajectories_of(table):
-            with _whole(out / _document_name(trajectory.trajectory_id, taken)) as file:
-                file.write(orjson.dumps(exporter(trajectory)))
-            n_runs += 1
+        with _whole_folder(out) as folder:
+            for trajectory in trajectories_of(table):
+                document = orjson.dumps(exporter(trajectory))
+                (folder / _document_name(trajectory.trajectory_id, taken)).write_bytes(document)
+                n_runs += 1
         return n_runs
     out.parent.mkdir(parents=True, exist_ok=True)
     with _whole(out) as file:

@@ -207,11 +207,16 @@ def _is_folder(entry: os.DirEntry[str], *, follow_symlinks: bool = True) -> bool
         return False
 
 
+_DOTTED_LOGS = (".aider.chat.history.md",)
+"""Logs whose own name is that of a hidden file."""
+
+
 def _listing(folder: Path) -> Iterator[InputFile | Path]:
     """What lies in a folder, sorted: files, and the folders below it."""
     try:
         with os.scandir(folder) as entries:
-            found = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+            shown = [entry for entry in entries if not entry.name.startswith(".") or entry.name in _DOTTED_LOGS]
+            found = sorted(shown, key=lambda entry: entry.name)
     except OSError as error:
         yield InputFile(folder, problem=unreadable(error))
         return

@@ -3,11 +3,12 @@
 import json
 import multiprocessing
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from pathlib import Path
 
 import pytest
-from commands import file_size_limit, invoke, write_log
+from commands import PROGRAM, file_size_limit, invoke, write_log
 from typer.testing import CliRunner
 
 import traceforge
@@ -17,11 +18,11 @@ from flows.ingest_logs import ingest_logs
 from tasks.sources.base import reward_outcome
 
 
-@pytest.mark.parametrize("target", ["openai", "sharegpt", "atif"])
+@pytest.mark.parametrize("target", ["openai", "sharegpt"])
 def test_a_failed_export_leaves_what_was_there(tmp_path: Path, target: str) -> None:
     write_log(tmp_path / "logs" / "a.json", "long " * 100_000)
     assert invoke("ingest", tmp_path / "logs", "--out", tmp_path / "out")[0] == 0
-    exported = tmp_path / "exported" / "" if target == "atif" else tmp_path / "exported" / "x.jsonl"
+    exported = tmp_path / "exported" / "x.jsonl"
     arguments = ("export", tmp_path / "out" / "trajectories.arrow", "--format", target, "--out", exported)
     assert invoke(*arguments)[0] == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
@@ -31,6 +32,65 @@ def test_a_failed_export_leaves_what_was_there(tmp_path: Path, target: str) -> N
     (line,) = complaint.splitlines()
     assert line.startswith(f"error: {tmp_path / 'exported'}/{next(iter(before))}: File too large (")
     assert {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()} == before
+
+
+def test_a_folder_is_exported_whole_or_not_at_all(tmp_path: Path) -> None:
+    """And into a new or empty folder only: documents of an earlier export would be read with it."""
+    write_log(tmp_path / "logs" / "a.json", "long " * 100_000)
+    assert invoke("ingest", tmp_path / "logs", "--out", tmp_path / "out")[0] == 0
+    exported = tmp_path / "deep" / "exported"
+    arguments = ("export", tmp_path / "out" / "trajectories.arrow", "--format", "atif", "--out", exported)
+    with file_size_limit(100_000):
+        code, _, complaint = invoke(*arguments)
+    assert code == 1
+    assert complaint.startswith(f"error: {exported}: File too large (")
+    assert not list(exported.parent.iterdir())
+    exported.mkdir()
+    assert invoke(*arguments)[0] == 0
+    assert len(list(exported.iterdir())) == 1
+    code, _, complaint = invoke(*arguments)
+    assert code == 2
+    assert complaint == f"error: {exported}: a folder with something in it (give --out a new or empty folder)\n"
+
+
+@pytest.mark.parametrize(("command", "option"), [("export", "--out"), ("inspect", "--html")])
+def test_what_is_read_is_not_overwritten(tmp_path: Path, command: str, option: str) -> None:
+    write_log(tmp_path / "logs" / "a.json", "a")
+    assert invoke("ingest", tmp_path / "logs", "--out", tmp_path / "out")[0] == 0
+    table = tmp_path / "out" / "trajectories.arrow"
+    (tmp_path / "other.arrow").symlink_to(table)
+    before = table.read_bytes()
+    for written in (table, tmp_path / "other.arrow"):
+        code, _, complaint = invoke(command, table, option, written)
+        assert code == 2
+        assert complaint == f"error: {written}: it would overwrite what is read (give {option} another file)\n"
+    assert table.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["export nope --out x --json", "artifacts list --store {tmp}/store --json"])
+@pytest.mark.parametrize("stdout", ["> /dev/full", ">&-"])
+def test_results_that_cannot_be_printed_are_one_line(tmp_path: Path, command: str, stdout: str) -> None:
+    (tmp_path / "store").mkdir()
+    words = f"{PROGRAM} {command.format(tmp=tmp_path)} {stdout}"
+    done = subprocess.run(words, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode in (1, 2)
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: ")
+
+
+def test_a_configuration_of_the_project_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_log(tmp_path / "a.json", "a")
+    monkeypatch.chdir(tmp_path)
+    assert invoke("inspect", "a.json")[0] == 0
+
+
+def test_aider_names_its_log_like_a_hidden_file(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / ".aider.chat.history.md").write_text(
+        "# aider chat started at 2026-01-02 03:04:05\n\n#### fix it\n\nDone.\n"
+    )
+    code, out, _ = invoke("ingest", tmp_path / "logs", "--out", tmp_path / "out")
+    assert (code, out.partition(" ")[0]) == (0, "1")
 
 
 def test_a_full_disk_while_ingesting_names_the_folder(tmp_path: Path) -> None:
@@ -55,6 +115,13 @@ def test_a_full_disk_while_ingesting_names_the_folder(tmp_path: Path) -> None:
         (["inspect", "{tmp}/none"], "no such file"),
         (["export", "{tmp}/pipe", "--out", "{tmp}/out"], "a pipe, socket or device"),
         (["export", "{tmp}/a.json", "--out", "{tmp}"], "a folder lies there"),
+        (
+            ["ingest", "{tmp}/a.json", "--out", "{tmp}/out", "--set", "source.redact=false"],
+            "--set: it changes a config",
+        ),
+        (["ingest", "{tmp}/a.json", "--out", "{tmp}/out", "--refresh", "sft"], "--refresh: it changes a configuration"),
+        (["ingest", "{tmp}/a.json", "--out", "{tmp}/out", "--format", ""], "--format: String should have at least 1"),
+        (["ingest", "a" * 5000, "--out", "{tmp}/out"], "PATH...: String should have at most 4096 characters"),
         (["ingest"], "ingest: missing argument 'PATH...' ("),
         (["ingest", "{tmp}/a.json", "--bogus"], "no such option: --bogus"),
         (["plan", "--tokens", "-1"], "invalid value for '--tokens'"),
