@@ -72,3 +72,22 @@ def test_two_prompts_in_a_folder_named_after_a_model_are_two_tasks() -> None:
         found.add(run.task_id)
     assert len(found) == 2
     assert all(task.startswith("prompt-") for task in found)
+
+
+@pytest.mark.parametrize("missing", [None, "", ["q"], {}])
+def test_an_id_that_is_missing_is_no_name(missing: object) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = (
+        {"task_id": missing, "reward": 1.0, "trial": 0, "traj": turns},
+        {"problem": missing, "log": [{"obs": "q"}, {"action": {"name": "x", "arguments": {}}, "obs": "o"}]},
+        {"version": 2, "eval": {"task": "t"}, "plan": {}, "samples": [{"id": missing, "epoch": 1, "messages": turns}]},
+    )
+    for row in rows:
+        (run,) = parse(json.dumps(row).encode())
+        assert run.task_id.startswith("prompt-")
+
+
+def test_a_number_is_an_id() -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (run,) = parse(json.dumps({"task_id": 0, "reward": 1.0, "trial": 0, "traj": turns}).encode())
+    assert run.task_id == "tau-bench/unknown/0"

@@ -70,7 +70,7 @@ def _read_run(document: Document, run: dict[str, Any]) -> Run:
         document,
         NAME,
         messages,
-        task_id=f"debug-gym/{string(run.get('problem'))}",
+        task_id=f"debug-gym/{problem}" if (problem := string(run.get("problem"))) else None,
         outcome=Outcome(status="resolved" if success else "failed", source="test_report")
         if isinstance(success, bool)
         else Outcome(),

@@ -78,7 +78,9 @@ def _read_sample(document: Document, header: dict[str, Any], sample: dict[str, A
         document,
         NAME,
         messages,
-        task_id=f"{string(get(header, 'eval', 'task')) or 'inspect'}/{string(sample.get('id'))}",
+        task_id=f"{string(get(header, 'eval', 'task')) or 'inspect'}/{name}"
+        if (name := string(sample.get("id")))
+        else None,
         outcome=_outcome(sample.get("scores")),
         run_id=f"{run}/epoch-{sample.get('epoch')}",
         agent=NAME,

@@ -32,12 +32,12 @@ def _read_row(document: Document, row: dict[str, Any]) -> Run:
     ]
     policy = _POLICY.search(messages[0].content) if messages else None
     domain = policy.group(1).lower() if policy else "unknown"
-    trial = string(row.get("trial"))
+    task, trial = string(row.get("task_id")), string(row.get("trial"))
     return build(
         document,
         NAME,
         messages,
-        task_id=f"tau-bench/{domain}/{string(row.get('task_id'))}",
+        task_id=None if task is None else f"tau-bench/{domain}/{task}",
         outcome=reward_outcome(row.get("reward")),
         run_id=None if trial is None else f"trial-{trial}",
     )
