@@ -168,3 +168,99 @@ def test_an_event_that_was_written_twice_is_one() -> None:
     ]
     event = {"id": 2, "source": "agent", "observation": "run", "content": "seen"}
     assert contents("openhands", [*v0(**event), event]) == ["task", "", "seen"]
+
+
+# Codex -----------------------------------------------------------------------------------------------------------
+
+
+def rollout(*lines: dict[str, Any], **session: Any) -> list[dict[str, Any]]:
+    opening = {"type": "session_meta", "payload": {"id": "c", **session}}
+    return [opening, said("user", "task"), *lines]
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    return item(type="message", role=role, content=[{"type": "input_text", "text": text}])
+
+
+def item(**payload: Any) -> dict[str, Any]:
+    return {"type": "response_item", "payload": payload}
+
+
+def event(kind: str, **payload: Any) -> dict[str, Any]:
+    return {"type": "event_msg", "payload": {"type": kind, **payload}}
+
+
+def codex_call(call_id: str, arguments: str = "{}") -> dict[str, Any]:
+    return item(type="function_call", name="sh", arguments=arguments, call_id=call_id)
+
+
+def codex_output(call_id: str, output: Any) -> dict[str, Any]:
+    return item(type="function_call_output", call_id=call_id, output=output)
+
+
+@pytest.mark.parametrize("instructions", ["be good", {"text": "be good"}, [{"text": "be good"}]])
+def test_instructions_of_a_codex_session_are_kept(instructions: Any) -> None:
+    assert contents("codex", rollout(base_instructions=instructions), lines=True) == ["be good", "task"]
+
+
+@pytest.mark.parametrize("output", ["seen", {"content": "seen"}, {"text": "seen"}, [{"type": "text", "text": "seen"}]])
+def test_outputs_of_codex_calls_are_kept(output: Any) -> None:
+    assert contents("codex", rollout(codex_call("1"), codex_output("1", output)), lines=True)[-1] == "seen"
+
+
+@pytest.mark.parametrize("payload", [["seen"], "seen", None])
+def test_an_item_of_a_codex_rollout_that_is_no_object_is_told(payload: Any) -> None:
+    with pytest.raises(SourceError, match="payload: expected an object"):
+        messages("codex", rollout({"type": "response_item", "payload": payload}), lines=True)
+
+
+def test_a_codex_call_that_was_written_twice_is_one() -> None:
+    call, output = codex_call("1"), codex_output("1", "seen")
+    other = codex_call("1", '{"other": 1}')  # the same id, and yet another call
+    found = messages("codex", rollout(call, call, output, output, other), lines=True)
+    assert [(message.role, len(message.tool_calls)) for message in found] == [
+        ("user", 0),
+        ("assistant", 1),
+        ("tool", 0),
+        ("assistant", 1),
+    ]
+
+
+def test_a_codex_turn_that_was_rolled_back_is_no_turn() -> None:
+    refused = [said("user", "second"), codex_call("1"), codex_output("1", "seen"), said("assistant", "refused")]
+    lines = rollout(
+        *(said("assistant", "first"), *refused, event("thread_rolled_back", num_turns=1)),
+        *(said("user", "third"), said("assistant", "end")),
+    )
+    assert contents("codex", lines, lines=True) == ["task", "first", "third", "end"]
+
+
+def exec_stream(*items: Any) -> list[dict[str, Any]]:
+    opening = {"type": "item.completed", "item": {"id": "0", "type": "agent_message", "text": "hello"}}
+    return [{"type": "thread.started", "thread_id": "t"}, opening] + [
+        {"type": "item.completed", "item": value} for value in items
+    ]
+
+
+def test_failed_and_collaborating_calls_of_a_codex_stream_are_kept() -> None:
+    failed = {"id": "1", "type": "mcp_tool_call", "server": "s", "tool": "t", "arguments": {}, "status": "failed"}
+    failed |= {"result": None, "error": {"message": "it failed"}}
+    spawn = {"id": "2", "type": "collab_tool_call", "tool": "spawn_agent", "prompt": "go", "receiver_thread_ids": ["x"]}
+    found = messages("codex-exec", exec_stream(failed, failed, spawn), lines=True)
+    assert [(m.role, m.content, m.failed) for m in found[1:-1]] == [("tool", "it failed", True)]
+    assert [call.name for message in found for call in message.tool_calls] == ["s.t", "spawn_agent"]
+    assert json.loads(found[-1].tool_calls[0].arguments) == {"prompt": "go", "receiver_thread_ids": ["x"]}
+
+
+def test_errors_of_a_codex_stream_are_how_it_ended() -> None:
+    document = read_document("\n".join(map(json.dumps, exec_stream({"type": "error", "message": "cut off"}))).encode())
+    (run,) = BY_NAME["codex-exec"].read_document(document)
+    assert run.exit_status == "cut off"
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"), [(["seen"], "item: expected an object"), ({"type": "new"}, "unknown item type 'new'")]
+)
+def test_an_item_of_a_codex_stream_that_cannot_be_read_is_told(odd: Any, told: str) -> None:
+    with pytest.raises(SourceError, match=told):
+        messages("codex-exec", exec_stream(odd), lines=True)

@@ -1,7 +1,8 @@
-"""Codex CLI: rollout files (`response_item` lines) and `codex exec --json` streams.
+"""Codex CLI rollout files (`response_item` lines).
 
-In rollouts `event_msg` lines repeat many items and are not read, but `token_count` tells where a response ends. A turn
-is all items of one response: reasoning, text, calls. Compaction starts a new context, hence a new trajectory.
+`event_msg` lines repeat many items and are not read, but `token_count` tells where a response ends. A turn
+is all items of one response: reasoning, text, calls. Compaction starts a new context, hence a new trajectory. Turns
+that the user rolled back are left out: the model saw nothing of them from there on, and the user refused them.
 """
 
 import re
@@ -10,14 +11,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import build, dicts, digest, get, string, text_of, tool_call
+from tasks.sources.base import as_dict, build, dicts, digest, get, objects, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run, ToolCall
+from tasks.sources.plain_values import kind_of
+from tasks.sources.strict import Repeats
 from tasks.sources.text_calls import exit_code_failed
 
 NAME = "codex"
-EXEC_NAME = "codex-exec"
 
 _HARNESS_MARKS = ("<environment_context>", "<user_instructions>", "# AGENTS.md", "<turn_aborted>", "<INSTRUCTIONS>")
 _MODEL_ITEMS = ("reasoning", "function_call", "custom_tool_call", "local_shell_call", "web_search_call")
@@ -25,7 +27,7 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call
 _EXIT_CODE = re.compile(r'"exit_code":\s*(-?\d+)')
 
 
-class _Turns:
+class Turns:
     """Messages with the response that is being put together at their end."""
 
     def __init__(self) -> None:
@@ -57,12 +59,24 @@ class _Turns:
         self.end_response()
         self.messages.append(message)
 
+    def roll_back(self, n_turns: int) -> None:
+        """Takes back the last `n_turns` messages of the user with all that followed them."""
+        self.end_response()
+        starts = [index for index, message in enumerate(self.messages) if message.author == "human"]
+        if starts and n_turns > 0:
+            del self.messages[starts[-min(n_turns, len(starts))] :]
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int):
+        raise SourceError(f"num_turns: expected a number, found {kind_of(value)}")
+    return value
+
 
 def _item(record: dict[str, Any]) -> dict[str, Any] | None:
     """The response item of a line; older rollouts have no wrapper around it."""
     if record.get("type") == "response_item":
-        payload = record.get("payload")
-        return payload if isinstance(payload, dict) else None
+        return as_dict(record.get("payload"), "payload")
     if record.get("type") in (*_MODEL_ITEMS, *_OUTPUTS) or (record.get("type") == "message" and "role" in record):
         return record
     return None
@@ -92,7 +106,7 @@ def _call(item: dict[str, Any]) -> ToolCall:
 
 def _output(item: dict[str, Any]) -> Message:
     output = item.get("output")
-    content = text_of(output.get("content") if isinstance(output, dict) else output)
+    content = text_of(output["content"] if isinstance(output, dict) and "content" in output else output)
     found = _EXIT_CODE.search(content[-400:])
     failed = int(found.group(1)) != 0 if found else exit_code_failed(content)
     success = get(output, "success")
@@ -103,7 +117,7 @@ def _output(item: dict[str, Any]) -> Message:
     )
 
 
-def _said(item: dict[str, Any], turns: _Turns) -> None:
+def _said(item: dict[str, Any], turns: Turns) -> None:
     if item.get("role") == "assistant":
         turns.text(text_of(item.get("content")))
         return
@@ -115,7 +129,7 @@ def _said(item: dict[str, Any], turns: _Turns) -> None:
     turns.add(message)
 
 
-def _add_item(item: dict[str, Any], turns: _Turns) -> None:
+def _add_item(item: dict[str, Any], turns: Turns) -> None:
     kind = item.get("type")
     if kind == "message":
         _said(item, turns)
@@ -129,8 +143,8 @@ def _add_item(item: dict[str, Any], turns: _Turns) -> None:
 
 def _replacement(payload: Any) -> list[Message]:
     """What stands in the context after a compaction: copied, not decided again."""
-    turns = _Turns()
-    for item in dicts(get(payload, "replacement_history")):
+    turns = Turns()
+    for item in objects(get(payload, "replacement_history") or [], "replacement_history"):
         _add_item(item, turns)
     turns.end_response()
     if not turns.messages and string(get(payload, "message")):
@@ -141,29 +155,41 @@ def _replacement(payload: Any) -> list[Message]:
     ]
 
 
+def _instructions(session: dict[str, Any]) -> str:
+    base = session.get("base_instructions")
+    return text_of(base["text"] if isinstance(base, dict) and "text" in base else base) or text_of(
+        session.get("instructions")
+    )
+
+
 def read(document: Document) -> list[Run]:
-    segments = [_Turns()]
+    segments = [Turns()]
     session: dict[str, Any] = {}
     model = None
+    repeats = Repeats()
     for record in dicts(document.records):
         kind, payload = record.get("type"), record.get("payload")
         turns = segments[-1]
         item = _item(record)
         if item is not None:
-            _add_item(item, turns)
-        elif kind == "session_meta" and isinstance(payload, dict) and not session:
-            session = payload
-            instructions = text_of(get(payload, "base_instructions", "text") or payload.get("instructions"))
+            call_id = string(item.get("call_id"))
+            if (call_id and f"{item.get('type')}/{call_id}", item) not in repeats:
+                _add_item(item, turns)
+        elif kind == "session_meta" and not session:
+            session = as_dict(payload, "payload")
+            instructions = _instructions(session)
             if instructions:
                 turns.add(Message(role="system", author="harness", content=instructions))
         elif kind == "turn_context":
             model = model or string(get(payload, "model"))
         elif kind == "event_msg" and get(payload, "type") == "token_count":
             turns.end_response()
+        elif kind == "event_msg" and get(payload, "type") == "thread_rolled_back":
+            turns.roll_back(_count(get(payload, "num_turns")))
         elif kind == "compacted":
             turns.end_response()
             opening = [message for message in turns.messages[:2] if message.role == "system"]
-            segments.append(_Turns())
+            segments.append(Turns())
             segments[-1].messages += opening + _replacement(payload)
     session_id = string(session.get("id")) or document.blake3
     runs: list[Run] = []
@@ -188,69 +214,4 @@ def read(document: Document) -> list[Run]:
     return runs
 
 
-# codex exec --json ----------------------------------------------------------------------------------------------
-
-
-def _detect_exec(document: Document) -> bool:
-    kinds = [record.get("type") for record in dicts(document.records[:4])]
-    return bool(kinds) and kinds[0] in ("thread.started", "turn.started", "item.started", "item.completed")
-
-
-def _exec_call(item: dict[str, Any]) -> ToolCall | None:
-    kind, call_id = item.get("type"), item.get("id")
-    if kind == "command_execution":
-        return tool_call("shell", {"command": item.get("command")}, call_id)
-    if kind == "file_change":
-        return tool_call("apply_patch", {"changes": item.get("changes")}, call_id)
-    if kind == "mcp_tool_call":
-        return tool_call(f"{item.get('server')}.{item.get('tool')}", item.get("arguments"), call_id)
-    if kind == "web_search":
-        return tool_call("web_search", {"query": item.get("query")}, call_id)
-    return None
-
-
-def _exec_result(item: dict[str, Any]) -> Message | None:
-    """The result of a completed item; None where the stream shows none."""
-    output = item.get("aggregated_output") if item.get("type") == "command_execution" else item.get("result")
-    if output is None:
-        return None
-    code, status = item.get("exit_code"), item.get("status")
-    failed = code != 0 if isinstance(code, int) else status == "failed" if isinstance(status, str) else None
-    return Message(
-        role="tool", author="environment", content=text_of(output), tool_call_id=string(item.get("id")), failed=failed
-    )
-
-
-def _read_exec(document: Document) -> list[Run]:
-    turns = _Turns()
-    thread = None
-    announced: set[str] = set()
-    for record in dicts(document.records):
-        kind, item = record.get("type"), record.get("item")
-        thread = thread or string(record.get("thread_id"))
-        if not isinstance(item, dict):
-            continue
-        call, item_id = _exec_call(item), string(item.get("id")) or ""
-        if kind == "item.started" and call is not None:
-            turns.call(call)
-            announced.add(item_id)
-        elif kind == "item.completed":
-            if call is not None and item_id not in announced:
-                turns.call(call)
-            result = _exec_result(item) if call is not None else None
-            if result is not None:
-                turns.add(result)
-            elif call is not None:
-                turns.end_response()
-            elif item.get("type") == "agent_message":
-                turns.text(text_of(item.get("text")))
-            elif item.get("type") == "reasoning":
-                turns.reasoning(text_of(item.get("text")))
-    turns.end_response()
-    if not turns.messages:
-        raise SourceError("codex-exec: no item in the stream")
-    return [build(document, EXEC_NAME, turns.messages, run_id=thread, agent=NAME)]
-
-
 ADAPTER = Adapter(NAME, detect, read)
-EXEC = Adapter(EXEC_NAME, _detect_exec, _read_exec)

@@ -38,10 +38,21 @@ def first_choice(response: dict[str, Any]) -> dict[str, Any] | None:
     return as_dict(as_dict(choices[0], "choices").get("message"), "message") if choices else None
 
 
+class Repeats:
+    """Which records of a log were written twice: equal to the first one of the same id."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, dict[str, Any]] = {}
+
+    def __contains__(self, identified: tuple[str | None, dict[str, Any]]) -> bool:
+        record_id, record = identified
+        if record_id is None:
+            return False
+        first = self._first.setdefault(record_id, record)
+        return first is not record and first == record
+
+
 def unrepeated(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The events without those that were written twice: equal to an earlier one of the same id."""
-    seen: dict[str, dict[str, Any]] = {}
-    for event in events:
-        event_id = string(event.get("id"))
-        if event_id is None or seen.setdefault(event_id, event) is event or seen[event_id] != event:
-            yield event
+    """The events without those that were written twice."""
+    repeats = Repeats()
+    return (event for event in events if (string(event.get("id")), event) not in repeats)
