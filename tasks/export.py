@@ -23,6 +23,7 @@ from schemas.trajectory import Message, ToolCall, Trajectory
 from tasks.sources import atif, draft, openai_chat, sharegpt
 from tasks.sources.base import METADATA_KEY, digest, json_text
 from tasks.sources.document import loads
+from tasks.sources.exported import SHOWN_KEY, shown_digest
 
 Format = Literal["atif", "openai", "sharegpt"]
 
@@ -39,9 +40,9 @@ def _parsed(text: str | None) -> Any:
         return None
 
 
-def _metadata(trajectory: Trajectory, plain: list[draft.Message]) -> dict[str, Any]:
-    """The run's own fields, and per message what a plain reading gets wrong."""
-    metadata = trajectory.model_dump(mode="json", exclude={"messages"})
+def _metadata(trajectory: Trajectory, row: dict[str, Any], plain: list[draft.Message]) -> dict[str, Any]:
+    """The run's own fields, and per message what a plain reading of the row gets wrong."""
+    metadata = {**trajectory.model_dump(mode="json", exclude={"messages"}), SHOWN_KEY: shown_digest(row)}
     wanted = [message.model_dump(mode="json") for message in trajectory.messages]
     read = [to_builtins(message) for message in plain]
     if len(read) != len(wanted):
@@ -78,7 +79,7 @@ def to_openai(trajectory: Trajectory) -> dict[str, Any]:
     tools = _parsed(trajectory.tools_json)
     if tools:
         row["tools"] = tools
-    return {**row, METADATA_KEY: _metadata(trajectory, openai_chat.plain_messages(row))}
+    return {**row, METADATA_KEY: _metadata(trajectory, row, openai_chat.plain_messages(row))}
 
 
 # ShareGPT -------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def to_sharegpt(trajectory: Trajectory) -> dict[str, Any]:
     }
     if trajectory.tools_json is not None:
         row["tools"] = trajectory.tools_json
-    return {**row, METADATA_KEY: _metadata(trajectory, sharegpt.plain_messages(row))}
+    return {**row, METADATA_KEY: _metadata(trajectory, row, sharegpt.plain_messages(row))}
 
 
 # ATIF -----------------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def to_atif(trajectory: Trajectory) -> dict[str, Any]:
         "agent": agent,
         "steps": _atif_steps(trajectory.messages),
     }
-    return {**value, "extra": {METADATA_KEY: _metadata(trajectory, atif.plain_messages(value))}}
+    return {**value, "extra": {METADATA_KEY: _metadata(trajectory, value, atif.plain_messages(value))}}
 
 
 EXPORTERS: dict[Format, Callable[[Trajectory], dict[str, Any]]] = {

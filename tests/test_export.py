@@ -164,3 +164,35 @@ def test_runs_that_share_an_id_or_name_a_folder_have_a_file_each(tmp_path: Path)
     assert len(list((tmp_path / "out").iterdir())) == len(ids)
     assert {"same.json", "same.2.json"} < {path.name for path in (tmp_path / "out").iterdir()}
     assert {path.name for path in tmp_path.iterdir()} == {"table.arrow", "out"}
+
+
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("edit", ["text", "shorter", "longer"])
+def test_an_edited_export_is_told_not_half_believed(target: Format, edit: str) -> None:
+    """Its spans would lie at other words, its authors at other messages."""
+    run = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "```bash\nls\n```"}] * 2}
+    (trajectory,) = parse(orjson.dumps(run))
+    row = orjson.loads(orjson.dumps(EXPORTERS[target](trajectory)))
+    turns = row.get("steps") or row.get("messages") or row["conversations"]
+    text = next(key for key in ("message", "content", "value") if key in turns[0])
+    if edit == "text":
+        turns[1][text] = "x" + turns[1][text]
+    elif edit == "shorter":
+        del turns[0]
+    else:
+        turns.insert(0, turns[0])
+    with pytest.raises(SourceError, match="an export that was edited since: without its 'traceforge' entry"):
+        parse(orjson.dumps(row))
+    (row["extra"] if target == "atif" else row).pop("traceforge")
+    assert parse(orjson.dumps(row))
+
+
+@pytest.mark.parametrize("target", FORMATS)
+def test_empty_entries_that_tools_add_are_no_edit(target: Format) -> None:
+    run = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "```bash\nls\n```"}]}
+    (trajectory,) = parse(orjson.dumps(run))
+    row = orjson.loads(orjson.dumps(EXPORTERS[target](trajectory)))
+    turns = row.get("steps") or row.get("messages") or row["conversations"]
+    turns[0] |= {"reasoning_content": None}
+    (back,) = parse(orjson.dumps(row | {"added": None}))
+    assert back == trajectory

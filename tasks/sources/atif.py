@@ -16,7 +16,6 @@ from tasks.sources.base import (
     get,
     json_text,
     objects,
-    restored,
     spans,
     string,
     text_of,
@@ -24,6 +23,7 @@ from tasks.sources.base import (
 )
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
+from tasks.sources.exported import restored
 from tasks.sources.strict import text_or_none
 from tasks.sources.text_calls import exit_code_failed
 
@@ -131,7 +131,7 @@ def plain_messages(value: dict[str, Any]) -> list[Message]:
 
 def _read_one(document: Document, value: dict[str, Any], parent_id: str | None) -> list[Run]:
     messages = plain_messages(value)
-    exported = restored(document, messages, get(value, "extra", METADATA_KEY))
+    exported = restored(value, messages, get(value, "extra", METADATA_KEY))
     if exported is not None:
         return [exported]
     tools = get(value, "agent", "tool_definitions")

@@ -8,12 +8,12 @@ from itertools import islice
 from typing import Any
 
 import orjson
-from msgspec import msgpack, to_builtins
+from msgspec import msgpack
 from xxhash import xxh3_128_hexdigest
 
-from schemas.trajectory import Outcome, OutcomeSource, Trajectory
+from schemas.trajectory import Outcome, OutcomeSource
 from tasks.sources.document import Document, SourceError
-from tasks.sources.draft import CharSpan, Message, Run, ToolCall, from_trajectory
+from tasks.sources.draft import CharSpan, Message, Run, ToolCall
 from tasks.sources.enclosed import Enclosed
 from tasks.sources.instances import instance_in_path, instance_repo, instance_task
 from tasks.sources.plain_values import kind_of
@@ -213,6 +213,16 @@ def reward_outcome(value: Any, source: OutcomeSource = "reward", *, resolved_fro
     return Outcome(status="resolved" if value >= resolved_from else "failed", source=source, score=float(value))
 
 
+_SAID = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+def reported(value: Any) -> Outcome:
+    """Whether tests passed, as logs write it: true, 1, "True", "1". Anything else is unknown."""
+    said = value.strip().lower() if isinstance(value, str) else str(value).lower() if value in (0, 1) else ""
+    passed = _SAID.get(said)
+    return Outcome() if passed is None else Outcome(status="resolved" if passed else "failed", source="test_report")
+
+
 def build(
     document: Document,
     source_format: str,
@@ -248,22 +258,3 @@ def build(
 
 METADATA_KEY = "traceforge"
 """Where our own exports keep what their format has no place for."""
-
-
-def restored(document: Document, messages: Sequence[Message], metadata: Any) -> Run | None:
-    """The run that was exported: the plain reading with the recorded corrections; None when it is no export of ours,
-    or was edited since.
-    """
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("messages"), list):
-        return None
-    fields = {key: value for key, value in metadata.items() if key not in ("messages", "whole")}
-    changes = metadata["messages"]
-    if metadata.get("whole") is True:
-        fields["messages"] = changes
-    elif len(changes) == len(messages) and all(isinstance(change, dict) for change in changes):
-        fields["messages"] = [
-            {**to_builtins(message), **change} for message, change in zip(messages, changes, strict=True)
-        ]
-    else:
-        return None
-    return from_trajectory(Trajectory.model_validate(fields))

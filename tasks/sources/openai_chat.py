@@ -4,10 +4,20 @@ from typing import Any
 
 from schemas.trajectory import Outcome
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import METADATA_KEY, as_list, build, dicts, json_text, restored, reward_outcome, string
+from tasks.sources.base import (
+    METADATA_KEY,
+    as_list,
+    build,
+    dicts,
+    json_text,
+    reported,
+    reward_outcome,
+    string,
+)
 from tasks.sources.chat import looks_like_chat, read_messages
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
+from tasks.sources.exported import restored
 
 NAME = "openai-chat"
 
@@ -20,8 +30,9 @@ def detect(document: Document) -> bool:
 
 def _outcome(row: dict[str, Any]) -> Outcome:
     for key in ("resolved", "success"):
-        if isinstance(row.get(key), bool):
-            return Outcome(status="resolved" if row[key] else "failed", source="test_report")
+        outcome = reported(row.get(key))
+        if outcome.status != "unknown":
+            return outcome
     for key in ("reward", "score"):
         if isinstance(row.get(key), int | float):
             return reward_outcome(row[key])
@@ -35,7 +46,7 @@ def plain_messages(row: dict[str, Any]) -> list[Message]:
 
 def _read_row(document: Document, row: dict[str, Any]) -> Run:
     messages = plain_messages(row)
-    exported = restored(document, messages, row.get(METADATA_KEY))
+    exported = restored(row, messages, row.get(METADATA_KEY))
     if exported is not None:
         return exported
     tools = row.get("tools")

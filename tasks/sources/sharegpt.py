@@ -6,10 +6,11 @@ from msgspec.structs import replace
 
 from schemas.trajectory import Author
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import METADATA_KEY, build, dicts, objects, restored, spans, string, text_of, tool_call
+from tasks.sources.base import METADATA_KEY, build, dicts, objects, spans, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError, loads
 from tasks.sources.draft import Message, Run
+from tasks.sources.exported import restored
 from tasks.sources.text_calls import EXECUTE_TAG, exit_code_failed
 
 NAME = "sharegpt"
@@ -68,7 +69,7 @@ def plain_messages(row: dict[str, Any]) -> list[Message]:
 
 def _read_row(document: Document, row: dict[str, Any]) -> Run:
     messages = plain_messages(row)
-    exported = restored(document, messages, row.get(METADATA_KEY))
+    exported = restored(row, messages, row.get(METADATA_KEY))
     if exported is not None:
         return exported
     tools = row.get("tools")
