@@ -57,7 +57,7 @@ def test_mini_swe_agent_actions_with_a_function() -> None:
 
 def test_mini_swe_agent_text_action_is_marked_where_it_stands() -> None:
     content = "Look:\n\n```mswea_bash_command\ncat <<'E'\n```\nE\n```\n\nthen more ```bash\nno\n```"
-    (run,) = read(mini({"role": "assistant", "content": content, "extra": {"actions": [{"command": "x"}]}}))
+    (run,) = read(mini({"role": "assistant", "content": content, "extra": {"actions": [{"command": "cat <<'E'"}]}}))
     message = run.messages[2]
     (span,) = message.action_spans
     assert message.content == content
@@ -343,6 +343,40 @@ def test_images_never_reach_the_text() -> None:
     parts = [{"type": "text", "text": "see"}, image]
     (run,) = read({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "ok"}]})
     assert run.messages[0].content == "see\n[image]"
+
+
+EXAMPLE_AND_CALL = "For example\n```bash\nls\n```\nso:\n```mswea_bash_command\nls -la\n```"
+
+
+@pytest.mark.parametrize(
+    ("content", "actions", "marked", "called"),
+    [
+        (EXAMPLE_AND_CALL, [{"command": "ls -la"}], ["```mswea_bash_command\nls -la\n```"], []),
+        (EXAMPLE_AND_CALL, [{"command": "ls"}], ["```bash\nls\n```"], []),
+        (EXAMPLE_AND_CALL, None, ["```bash\nls\n```"], []),
+        (EXAMPLE_AND_CALL, [{"command": "rm x"}], [], ['{"command": "rm x"}']),
+        (
+            EXAMPLE_AND_CALL,
+            [{"function": {"name": "bash", "arguments": '{"command": "pwd"}'}}],
+            [],
+            ['{"command": "pwd"}'],
+        ),
+        (EXAMPLE_AND_CALL, [{"command": "ls"}, {"command": "pwd"}], [], ['{"command": "ls"}', '{"command": "pwd"}']),
+        (
+            "```bash\nls\n``` or <function=bash><parameter=command>pwd</parameter></function>",
+            [{"function": {"name": "bash", "arguments": '{"command": "pwd"}'}}],
+            ["<function=bash><parameter=command>pwd</parameter></function>"],
+            [],
+        ),
+    ],
+)
+def test_what_ran_decides_which_text_of_a_mini_swe_agent_turn_is_the_action(
+    content: str, actions: list[dict[str, Any]] | None, marked: list[str], called: list[str]
+) -> None:
+    (run,) = read(mini({"role": "assistant", "content": content, "extra": {"actions": actions}}), "mini-swe-agent")
+    turn = run.messages[2]
+    assert [content[span.start : span.end] for span in turn.action_spans] == marked
+    assert [call.arguments for call in turn.tool_calls] == called
 
 
 def test_formats_can_be_forced() -> None:

@@ -7,9 +7,8 @@ sentence is marked invented, the line is context.
 import re
 from typing import Any
 
-from schemas.trajectory import Outcome
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import build, dicts, get, json_text, objects, string, text_of, tool_call
+from tasks.sources.base import build, dicts, get, json_text, objects, reported, string, text_of, tool_call
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
 from tasks.sources.text_calls import exit_code_failed
@@ -63,17 +62,13 @@ def _read_run(document: Document, run: dict[str, Any]) -> Run:
             messages.append(_observation(entry, waiting, bool(messages)))
             waiting = None
     details = run.get("details")
-    verdict = get(details, "resolved")
-    known = verdict in (True, False, "True", "False", "true", "false")
     tools = get(details, "tools")
     return build(
         document,
         NAME,
         messages,
         instance_id=string(run.get("id")) if "__" in str(run.get("id")) else None,
-        outcome=Outcome(status="resolved" if str(verdict).lower() == "true" else "failed", source="test_report")
-        if known
-        else Outcome(),
+        outcome=reported(get(details, "resolved")),
         run_id=string(run.get("id")),
         tools_json=json_text(tools) if tools else None,
     )

@@ -4,9 +4,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from schemas.trajectory import Outcome
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import as_list, build, dicts, get, json_text, objects, spans, string
+from tasks.sources.base import as_list, build, dicts, get, json_text, objects, reported, spans, string
 from tasks.sources.chat import looks_like_chat, read_message, read_messages
 from tasks.sources.document import Document, SourceError, loads
 from tasks.sources.draft import CharSpan, Message, Run
@@ -14,12 +13,6 @@ from tasks.sources.text_calls import XML_CALL, exit_code_failed, last_fence
 
 _INVENTED_SUBMIT = "Since we have successfully fixed the issue and verified it works, let's submit the changes:"
 """What SWE-smith's exporter writes in place of the note that a cost limit was reached. No model said it."""
-
-
-def _verdict(value: Any) -> Outcome:
-    if not isinstance(value, bool):
-        return Outcome()
-    return Outcome(status="resolved" if value else "failed", source="test_report")
 
 
 def _with_span(message: Message, found: tuple[CharSpan, ...]) -> Message:
@@ -87,7 +80,7 @@ def _read_swe_smith(document: Document) -> list[Run]:
                 "swe-smith",
                 _observed(messages, user_observes=True),
                 instance_id=instance or None,
-                outcome=_verdict(row.get("resolved")),
+                outcome=reported(row.get("resolved")),
                 run_id=rollout.removeprefix(f"{instance}.") if rollout else None,
                 agent="swe-agent",
                 model=string(row.get("model")),
@@ -117,7 +110,7 @@ def _read_swe_gym(document: Document) -> list[Run]:
                 "swe-gym",
                 _observed(read_messages(_messages_of(row), user="harness"), user_observes=False),
                 instance_id=string(row.get("instance_id")),
-                outcome=_verdict(row.get("resolved")),
+                outcome=reported(row.get("resolved")),
                 run_id=string(row.get("run_id")),
                 agent="openhands",
                 tools_json=json_text(tools) if tools else None,
@@ -159,7 +152,7 @@ def _read_nebius(document: Document) -> list[Run]:
                 "nebius",
                 messages,
                 instance_id=string(row.get("instance_id")),
-                outcome=_verdict(row.get("target")),
+                outcome=reported(row.get("target")),
                 agent="swe-agent",
                 model=string(row.get("model_name")),
                 exit_status=string(row.get("exit_status")),

@@ -10,12 +10,23 @@ from typing import Any, TypedDict
 
 from msgspec.structs import replace
 
-from schemas.trajectory import Outcome
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import METADATA_KEY, as_list, build, dicts, get, objects, spans, string, text_of, tool_call
+from tasks.sources.base import (
+    METADATA_KEY,
+    as_list,
+    build,
+    dicts,
+    get,
+    objects,
+    reported,
+    spans,
+    string,
+    text_of,
+    tool_call,
+)
 from tasks.sources.chat import looks_like_chat, read_message, read_response_items, return_code_failed
-from tasks.sources.document import Document, Shape, SourceError
-from tasks.sources.draft import Message, Run, ToolCall
+from tasks.sources.document import Document, Shape, SourceError, loads
+from tasks.sources.draft import CharSpan, Message, Run, ToolCall
 from tasks.sources.enclosed import Enclosed
 from tasks.sources.side_files import SideFields
 
@@ -121,14 +132,42 @@ def _action_calls(raw: dict[str, Any]) -> tuple[ToolCall, ...]:
     return tuple(found)
 
 
+def _said(call: ToolCall) -> list[str]:
+    """The texts that a call passes on."""
+    try:
+        arguments = loads(call.arguments)
+    except ValueError:
+        return [call.arguments.strip()]
+    values = arguments.values() if isinstance(arguments, dict) else ()
+    return [value.strip() for value in values if isinstance(value, str)]
+
+
+def _written(content: str, calls: tuple[ToolCall, ...]) -> tuple[CharSpan, ...]:
+    """Where in the text each of the calls stands; nothing if one of them stands nowhere."""
+    fences = {content[span.start : span.end]: span for span in spans(content, _FENCE)}
+    tags = {content[span.start : span.end]: span for span in spans(content, _XML_CALL)}
+    fenced = {text.partition("\n")[2].removesuffix("```").strip(): span for text, span in fences.items()}
+    found = set[CharSpan]()
+    for call in calls:
+        said = _said(call)
+        span = fenced.get(said[0]) if len(said) == 1 else None
+        span = span or next((span for text, span in tags.items() if all(value in text for value in said)), None)
+        if span is None:
+            return ()
+        found.add(span)
+    return tuple(sorted(found, key=lambda span: span.start))
+
+
 def _assistant(raw: dict[str, Any]) -> Message:
     message = read_message(raw)
     if message.tool_calls:
         return message
+    calls = _action_calls(raw)
+    if calls:  # what ran: other fences and tags in the text are examples
+        marked = _written(message.content, calls)
+        return replace(message, action_spans=marked) if marked else replace(message, tool_calls=calls)
     marked = spans(message.content, _FENCE, first_only=True) or spans(message.content, _XML_CALL)
-    if marked:
-        return replace(message, action_spans=marked)
-    return replace(message, tool_calls=_action_calls(raw))
+    return replace(message, action_spans=marked)
 
 
 def _failed(extra: dict[str, Any], content: Any) -> bool | None:
@@ -164,13 +203,6 @@ def _read_item(raw: dict[str, Any], *, started: bool) -> Message | None:
     return read_message(raw, user="environment" if observes else "harness", failed=failed)
 
 
-_OUTCOMES = {
-    True: Outcome(status="resolved", source="test_report"),
-    False: Outcome(status="failed", source="test_report"),
-    None: Outcome(),
-}
-
-
 def _read_run(document: Document, run: dict[str, Any]) -> Run:
     messages: list[Message] = []
     started = False
@@ -182,13 +214,12 @@ def _read_run(document: Document, run: dict[str, Any]) -> Run:
             # the first user message is the task; later ones are observations and notes
             started = started or message.role in ("assistant", "user")
     info = run.get("info") if isinstance(run.get("info"), dict) else {}
-    verified = run.get("verified")
     return build(
         document,
         NAME,
         messages,
         instance_id=string(run.get("instance_id")),
-        outcome=_OUTCOMES[verified if isinstance(verified, bool) else None],
+        outcome=reported(run.get("resolved") if run.get("verified") is None else run["verified"]),
         agent=NAME,
         model=string(get(info, "config", "model", "model_name")) or string(run.get("model")),
         exit_status=string(get(info, "exit_status"))

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypedDict
 
 from schemas.trajectory import Outcome
-from tasks.sources.base import get, reward_outcome
+from tasks.sources.base import get, reported, reward_outcome
 from tasks.sources.document import Document, SourceError
 from tasks.sources.instances import instance_task
 
@@ -44,7 +44,7 @@ class SideFact:
     exit_status: str | None = None
 
 
-_RESOLVED, _FAILED = (Outcome(status=status, source="test_report") for status in ("resolved", "failed"))
+_RESOLVED, _FAILED = reported(True), reported(False)
 _REWARD_NAMES = ("reward.txt", "reward.json")
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*", re.ASCII)
 _GENERIC_STEMS = ("report", "results", "result", "exit_statuses")
@@ -73,19 +73,19 @@ def _run_report(value: dict[str, Any], path: PurePosixPath) -> list[SideFact] | 
 
 
 def _is_report_map(value: dict[str, Any]) -> bool:
-    return bool(value) and all(isinstance(get(report, "resolved"), bool) for report in value.values())
+    return bool(value) and all(reported(get(report, "resolved")).status != "unknown" for report in value.values())
 
 
 def _instance_reports(value: dict[str, Any], path: PurePosixPath) -> list[SideFact] | None:
     """One instance's test report (the instance is named by file or folder), or a map of instance to report."""
-    if isinstance(value.get("resolved"), bool) and ("tests_status" in value or "patch_exists" in value):
+    outcome = reported(value.get("resolved"))
+    if outcome.status != "unknown" and ("tests_status" in value or "patch_exists" in value):
         name = path.name.removesuffix(".json").removesuffix("report").rstrip(".") or path.parent.name
-        return [SideFact(str(path), str(path.parent), name, None, _RESOLVED if value["resolved"] else _FAILED)]
+        return [SideFact(str(path), str(path.parent), name, None, outcome)]
     if not _is_report_map(value):
         return None
     return [
-        SideFact(str(path), str(path.parent), key, None, _RESOLVED if report["resolved"] else _FAILED)
-        for key, report in value.items()
+        SideFact(str(path), str(path.parent), key, None, reported(report["resolved"])) for key, report in value.items()
     ]
 
 
