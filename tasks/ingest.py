@@ -79,7 +79,7 @@ def _join_outcomes(catalog: Catalog) -> None:
     catalog.keep_all()
     if not facts:
         return
-    index, joined = SideIndex(facts), []
+    index, joined = SideIndex(facts, ((run.task_id, run.source_path) for _, run in catalog.kept())), []
     for place, run in catalog.kept():
         before = (run.status, run.source, run.score, run.exit_status)
         known = Outcome.model_validate({"status": run.status, "source": run.source, "score": run.score})

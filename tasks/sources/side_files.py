@@ -34,7 +34,7 @@ _SIDE_KEYS = frozenset(SideFields.__annotations__)
 
 @dataclass(frozen=True)
 class SideFact:
-    """One statement about a run. `instance` None: about every run in `folder`. `run`: the run the file names."""
+    """One statement about a run. `instance` None: about the one trial in `folder`. `run`: the run the file names."""
 
     path: str
     folder: str
@@ -126,13 +126,34 @@ def _reward(value: Any, path: PurePosixPath) -> list[SideFact] | None:
     return [SideFact(str(path), str(folder), None, None, outcome)]
 
 
+_CONVERSATIONS = (
+    *("messages", "trajectory", "traj", "history", "conversations", "conversation", "contents"),
+    *("steps", "events", "log", "samples", "completion"),
+)
+
+
+def _holds_conversation(value: Any) -> bool:
+    """Whether a run is told there: then it is none that only says how another one ended."""
+    if not isinstance(value, dict):
+        return False
+    found = (value[key] for key in _CONVERSATIONS if key in value)
+    return any(
+        bool(told) and (isinstance(told, str) or (isinstance(told, list) and isinstance(told[0], dict)))
+        for told in found
+    )
+
+
 def _is_predictions(value: dict[str, Any]) -> bool:
     """SWE-bench predictions: patches only, which the runs hold themselves."""
     return bool(value) and all(isinstance(get(entry, "model_patch"), str) for entry in value.values())
 
 
 def read_side_file(document: Document) -> list[SideFact] | None:
-    """What the file says about runs; None when it is no side file. An empty list: a side file with nothing to join."""
+    """What the file says about runs; None when it is no side file. An empty list: a side file with nothing to join.
+
+    Raises:
+        SourceError: it says it in a way that cannot be read, or beside the runs themselves.
+    """
     value = document.value
     if not isinstance(value, dict):
         path = PurePosixPath(document.path)
@@ -140,30 +161,52 @@ def read_side_file(document: Document) -> list[SideFact] | None:
             return None
         number = _NUMBER.fullmatch(value) if isinstance(value, str) and len(value) < 64 else None
         return _reward(float(number.group(1)) if number else value, path)
-    if not _SIDE_KEYS.isdisjoint(value) or _is_report_map(value):
+    if _holds_conversation(value):
+        return None
+    is_map = _is_report_map(value) or _is_predictions(value)
+    if is_map and any(map(_holds_conversation, value.values())):
+        raise SourceError("an object of runs, each under its name: write them as a list, or one a line")
+    if is_map or not _SIDE_KEYS.isdisjoint(value):
         path = PurePosixPath(document.path)
         for reader in (_run_report, _instance_reports, _exit_statuses, _reward):
             facts = reader(value, path)
             if facts is not None:
                 return facts
-    return [] if _is_predictions(value) else None
+    return [] if is_map else None
 
 
 class SideIndex:
     """All facts, looked up by run. Memory grows with the number of facts, not of runs."""
 
-    def __init__(self, facts: Iterable[SideFact]) -> None:
+    def __init__(self, facts: Iterable[SideFact], runs: Iterable[tuple[str, str]] = ()) -> None:
+        """`runs`: (task, path) of all, to see which folders hold more than one trial."""
         self._by_task: dict[str | None, list[SideFact]] = defaultdict(list)
         self._reports_in: dict[str, set[str]] = defaultdict(set)
         for fact in facts:
             self._by_task[None if fact.instance is None else instance_task(fact.instance)].append(fact)
             if fact.outcome is not None and fact.instance is not None:
                 self._reports_in[fact.folder].add(fact.path)
+        trials: dict[str, set[tuple[str, str]]] = {fact.folder: set() for fact in self._by_task.get(None, ())}
+        for run in runs if trials else ():
+            found = trials.get(str(PurePosixPath(run[1]).parent))
+            if found is not None and len(found) < 2:
+                found.add(run)
+        self._shared_folders = {folder for folder, found in trials.items() if len(found) > 1}
+
+    def _is_of_trial(self, fact: SideFact, folder: str) -> bool:
+        """Whether what a file says of its folder is said of a run in `folder`: of the only one that lies there, and of
+        what lies in Harbor's `agent`. Two trials would share one reward, and one at the root would decide all.
+        """
+        if folder == fact.folder:
+            return folder not in self._shared_folders
+        return PurePosixPath(folder).is_relative_to(PurePosixPath(fact.folder, "agent"))
 
     def _rank(self, fact: SideFact, folders: list[str]) -> tuple[int, int, str] | None:
         """How well a fact fits a run in `folders` (innermost last); None: it is about another run."""
         if fact.run is not None and any(PurePosixPath(folder).name == fact.run for folder in folders):
             return (2, 0, fact.path)
+        if fact.instance is None and not self._is_of_trial(fact, folders[-1]):
+            return None
         if fact.folder not in folders or (fact.run is not None and len(self._reports_in[fact.folder]) > 1):
             return None
         return (1, folders.index(fact.folder), fact.path)
