@@ -69,7 +69,8 @@ def _read_run(document: Document, run: dict[str, Any]) -> Run:
     config = _replay_config(run)
     history = objects(run.get("history"), "history")
     turn_author: Author = "demonstration" if _is_demonstration(run, config) else "policy"
-    main_agent = next((raw.get("agent") for raw in history if raw.get("role") == "assistant"), None)
+    turns = (raw for raw in history if raw.get("role") == "assistant" and not raw.get("is_demo"))
+    main_agent = next((turn.get("agent") for turn in turns), None)
     messages: list[Message] = []
     started = False
     for raw in history:
