@@ -1,9 +1,11 @@
 """What a log holds where a turn, a call or an observation stands is kept, or told: never passed over unsaid."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ingest_inputs import damage, first_words, run
 
 from schemas.trajectory import Message
 from tasks.sources import BY_NAME, SourceError, find_adapter, read_document
@@ -264,3 +266,61 @@ def test_errors_of_a_codex_stream_are_how_it_ended() -> None:
 def test_an_item_of_a_codex_stream_that_cannot_be_read_is_told(odd: Any, told: str) -> None:
     with pytest.raises(SourceError, match=told):
         messages("codex-exec", exec_stream(odd), lines=True)
+
+
+# SWE-agent, inspect, refusals -------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_only_demonstrates_is_not_the_policy() -> None:
+    history = [
+        {"role": "user", "content": "demo", "agent": "demo", "is_demo": True},
+        {"role": "assistant", "content": "shown", "agent": "demo", "is_demo": True},
+        {"role": "user", "content": "task", "agent": "primary"},
+        {"role": "assistant", "content": "done", "agent": "primary"},
+    ]
+    found = messages("swe-agent", {"history": history, "trajectory": []})
+    assert [message.author for message in found] == ["demonstration", "demonstration", "harness", "policy"]
+
+
+def sample(number: int, *said: str, **fields: Any) -> dict[str, Any]:
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=False)]
+    return {"id": number, "epoch": 1, "target": "t", "messages": turns, **fields}
+
+
+def inspect_log(*samples: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 2, "eval": {"task": "t", "run_id": "r"}, "plan": {}, "samples": list(samples)}
+
+
+def test_a_sample_without_messages_costs_only_itself(logs: Path) -> None:
+    log = inspect_log(sample(1, "one", "a"), sample(2), sample(3, "three", "a"))
+    (logs / "log.json").write_text(json.dumps(log))
+    result = run(logs)
+    assert set(first_words(result)) == {"good", "one", "three"}
+    assert damage(result) == ["record 2: inspect-ai: sample 2 holds no messages"]
+
+
+REFERENCE = "attachment://0123abcd"
+
+
+def test_attachments_are_resolved_or_told() -> None:
+    stored = {"0123abcd": "seen"}
+    call = {"id": "1", "function": "f", "arguments": {"data": REFERENCE}}
+    turn = {"role": "assistant", "content": [{"type": "text", "text": REFERENCE}], "tool_calls": [call]}
+    image = {"role": "user", "content": [{"type": "image", "image": REFERENCE}]}
+    found = messages("inspect-ai", inspect_log(sample(1, messages=[image, turn], attachments=stored)))
+    assert [message.content for message in found] == ["[image]", "seen"]
+    assert found[1].tool_calls[0].arguments == '{"data": "seen"}'
+    assert contents("inspect-ai", inspect_log(sample(1, messages=[image]))) == ["[image]"]
+    for odd in ({"content": REFERENCE}, {"content": "", "tool_calls": [call]}):
+        with pytest.raises(SourceError, match="attachment 0123abcd is not in the log"):
+            messages("inspect-ai", inspect_log(sample(1, messages=[{"role": "assistant", **odd}])))
+
+
+def test_a_refusal_is_what_the_model_said() -> None:
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "refusal": "I will not"}]
+    assert contents("openai-chat", {"messages": said})[1] == "I will not"
+
+
+def test_reasoning_in_parts_beside_a_chat_message_is_kept() -> None:
+    turn = {"role": "assistant", "content": "a", "reasoning_content": [{"type": "text", "text": "why"}]}
+    assert messages("openai-chat", {"messages": [{"role": "user", "content": "q"}, turn]})[1].reasoning == "why"

@@ -110,7 +110,8 @@ def recognised(document: Document, source_format: str = "auto") -> tuple[Adapter
     """
     document, problems = _objects_only(document)
     try:
-        return find_adapter(document, source_format), document, problems
+        adapter = find_adapter(document, source_format)
+        return adapter, adapter.apart(document) if adapter.apart else document, problems
     except SourceError:
         records = document.records
         for start in range(1, min(len(records), _MAX_ODD_RECORDS)):

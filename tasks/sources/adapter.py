@@ -52,6 +52,8 @@ class Adapter:
     """Every line is a run of its own, so that files larger than memory can be read in pieces."""
     snapshots: bool = False
     """The log repeats a growing conversation: runs that are the opening of another are earlier states of it."""
+    apart: Callable[[Document], Document] | None = None
+    """Makes of one log with many runs a record for each, so that a bad one costs only itself."""
     shape: Shape | None = None
     """Where most of a log is not read: what is."""
 

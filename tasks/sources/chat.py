@@ -94,6 +94,8 @@ def reasoning_of(raw: dict[str, Any]) -> str | None:
     ):
         if value and isinstance(value, str):
             return value
+        if isinstance(value, list) and text_of(value):
+            return text_of(value)
     blocks = raw.get("thinking_blocks")
     if not blocks:
         return None
@@ -144,7 +146,7 @@ def read_message(raw: dict[str, Any], *, user: Author = "human", failed: bool | 
     role = role_of(raw)
     content = raw.get("content")
     if not isinstance(content, str):
-        content = text_of(content)
+        content = text_of(raw.get("refusal") if content is None else content)
     if role == "assistant":
         if not isinstance(raw.get("content"), list):
             return Message("assistant", "policy", content, reasoning_of(raw), calls_of(raw))

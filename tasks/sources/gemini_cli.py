@@ -11,6 +11,7 @@ NAME = "gemini-cli"
 
 _NOTES = ("info", "error", "warning")
 """What the program tells its user; no model reads it."""
+_KINDS = ("user", "gemini", *_NOTES)
 
 _NO_TEXT = frozenset(("functionCall", "functionResponse"))
 
@@ -24,8 +25,10 @@ def detect(document: Document) -> bool:
     first = document.first
     if _contents(first) is not None:
         return True
-    messages = dicts(first.get("messages"))[:3]
-    return bool(messages) and all(message.get("type") in ("user", "gemini", "info", "error") for message in messages)
+    kinds = [message.get("type") for message in dicts(first.get("messages"))[:3]]
+    if not kinds or kinds[0] not in _KINDS:
+        return False
+    return "gemini" in kinds or all(kind in _KINDS for kind in kinds)
 
 
 def _thoughts(thoughts: Any) -> str | None:

@@ -3,6 +3,7 @@
 `messages` of a sample is its final conversation; long strings stand behind `attachment://` references.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from schemas.trajectory import Outcome
@@ -11,11 +12,15 @@ from tasks.sources.base import build, dicts, get, objects, reward_outcome, strin
 from tasks.sources.chat import read_message
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
+from tasks.sources.strict import part
 
 NAME = "inspect-ai"
 
 _LETTERS = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 _ATTACHMENT = "attachment://"
+_REFERRING = ("content", "reasoning", "tool_calls", "error")
+_MEDIA = ("image", "audio", "video", "document")
+"""Parts that never become text."""
 
 
 def _is_sample(value: Any) -> bool:
@@ -30,14 +35,25 @@ def detect(document: Document) -> bool:
 
 
 def _resolve(value: Any, attachments: dict[str, Any]) -> Any:
-    """The value with attachment references replaced by what they stand for."""
+    """The value with attachment references replaced by what they stand for.
+
+    Raises:
+        SourceError: the log does not hold what one stands for.
+    """
     if isinstance(value, str) and value.startswith(_ATTACHMENT):
-        return attachments.get(value.removeprefix(_ATTACHMENT), value)
+        name = value.removeprefix(_ATTACHMENT)
+        if name not in attachments:
+            raise SourceError(f"inspect-ai: attachment {name[:100]} is not in the log")
+        return attachments[name]
     if isinstance(value, list):
         return [_resolve(item, attachments) for item in value]
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value.get("type") not in _MEDIA:
         return {key: _resolve(item, attachments) for key, item in value.items()}
     return value
+
+
+def _resolved(raw: dict[str, Any], attachments: dict[str, Any]) -> dict[str, Any]:
+    return raw | {key: _resolve(raw[key], attachments) for key in _REFERRING if key in raw}
 
 
 def _outcome(scores: Any) -> Outcome:
@@ -67,9 +83,8 @@ def _read_message(raw: dict[str, Any]) -> Message:
 
 
 def _read_sample(document: Document, header: dict[str, Any], sample: dict[str, Any]) -> Run:
-    stored = sample.get("attachments")
-    attachments: dict[str, Any] = stored if isinstance(stored, dict) else {}
-    messages = [_read_message(_resolve(raw, attachments)) for raw in objects(sample.get("messages"), "messages")]
+    attachments = part(sample, "attachments")
+    messages = [_read_message(_resolved(raw, attachments)) for raw in objects(sample.get("messages"), "messages")]
     if not messages:
         raise SourceError(f"inspect-ai: sample {sample.get('id')} holds no messages")
     run = string(get(header, "eval", "run_id")) or string(get(header, "eval", "eval_id"))
@@ -89,6 +104,18 @@ def _read_sample(document: Document, header: dict[str, Any], sample: dict[str, A
     )
 
 
+def _apart(document: Document) -> Document:
+    """Each sample as a log of its own."""
+    logs: list[Any] = []
+    for record in document.records:
+        samples = record.get("samples") if isinstance(record, dict) and not _is_sample(record) else None
+        if isinstance(samples, list) and len(samples) > 1:
+            logs += [{**record, "samples": [sample]} for sample in samples]
+        else:
+            logs.append(record)
+    return document if len(logs) == len(document.records) else replace(document, value=logs, numbers=())
+
+
 def read(document: Document) -> list[Run]:
     runs: list[Run] = []
     for record in dicts(document.records):
@@ -102,4 +129,4 @@ def read(document: Document) -> list[Run]:
     return runs
 
 
-ADAPTER = Adapter(NAME, detect, read, by_record=True)
+ADAPTER = Adapter(NAME, detect, read, by_record=True, apart=_apart)
