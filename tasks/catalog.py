@@ -135,13 +135,22 @@ class Catalog:
         """These runs do not stay."""
         self._db.executemany("DELETE FROM kept WHERE place = ?", ((place,) for place in places))
 
-    _SAME = """
+    _DOUBT = "CASE WHEN kept.status = 'unknown' THEN 2 ELSE kept.source IN ('agent', 'none') END"
+    """What tests, rewards and scorers say comes before claims, and these before nothing."""
+    _CONTRADICTED = f"""
+        SELECT trajectory_id FROM (
+            SELECT runs.trajectory_id, kept.status,
+                   rank() OVER (PARTITION BY runs.trajectory_id ORDER BY {_DOUBT}) AS number
+            FROM kept JOIN runs ON runs.rowid = run
+        ) WHERE number = 1 GROUP BY trajectory_id HAVING count(DISTINCT status) > 1
+    """
+    _SAME = f"""
         SELECT place, source_path, kept_path FROM (
             SELECT place, runs.source_path,
                    row_number() OVER same AS number, first_value(runs.source_path) OVER same AS kept_path
             FROM kept JOIN runs ON runs.rowid = run
             WINDOW same AS (PARTITION BY runs.trajectory_id
-                            ORDER BY kept.status = 'unknown', runs.n_messages DESC, place)
+                            ORDER BY {_DOUBT}, runs.n_messages DESC, place)
         ) WHERE number > 1
     """
     _OPENING = """
@@ -153,6 +162,18 @@ class Catalog:
         WHERE longer.n_messages > runs.n_messages
         GROUP BY kept.place
     """
+
+    def drop_contradicted_outcomes(self) -> set[int]:
+        """The places of equal runs of which one is said to have succeeded and another to have failed: unknown now."""
+        rows = self._db.execute(
+            f"SELECT place FROM kept JOIN runs ON runs.rowid = run WHERE trajectory_id IN ({self._CONTRADICTED})"
+        )
+        places = {place for (place,) in rows}
+        self._db.executemany(
+            "UPDATE kept SET status = 'unknown', source = 'none', score = NULL WHERE place = ?",
+            ((place,) for place in places),
+        )
+        return places
 
     def repeats(self) -> list[tuple[int, str, str]]:
         """(place, path, path of the one that stays): equal runs, and earlier states of a growing conversation."""

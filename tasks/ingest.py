@@ -105,12 +105,19 @@ def _near_repeats(catalog: Catalog, reader: SegmentReader) -> list[tuple[int, st
     return repeats
 
 
+_OUTCOME_UNKNOWN = "equal runs with contradicting outcomes, unknown now: "
+
+
 def _drop_repeats(catalog: Catalog, reader: SegmentReader, config: SourceConfig) -> list[Dropped]:
     if config.dedupe == "off":
         return []
+    contradicted = catalog.drop_contradicted_outcomes()
     same = catalog.repeats()
     catalog.drop(place for place, _, _ in same)
-    dropped = [Dropped(what=path, reason=f"repeats {kept_path}") for _, path, kept_path in same]
+    dropped = [
+        Dropped(what=path, reason=f"{_OUTCOME_UNKNOWN if place in contradicted else ''}repeats {kept_path}")
+        for place, path, kept_path in same
+    ]
     if config.dedupe == "near":
         near = _near_repeats(catalog, reader)
         catalog.drop(place for place, _, _ in near)

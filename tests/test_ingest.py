@@ -127,6 +127,32 @@ def test_equal_runs_stay_once_the_known_outcome_first(tmp_path: Path, store: Sto
     assert len(rows(run(store, tmp_path / "logs", dedupe="off"))) == 2
 
 
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_equal_runs_with_contradicting_verdicts_are_unknown_whatever_their_names(
+    names: tuple[str, str], tmp_path: Path, store: Store
+) -> None:
+    for name, resolved in zip(names, (True, False), strict=True):
+        write(tmp_path / "logs" / f"{name}.json", chat("same", resolved=resolved))
+    write(tmp_path / "logs" / "c.json", chat("same"))
+    result = run(store, tmp_path / "logs")
+    assert [row["outcome"] for row in rows(result)] == [{"status": "unknown", "source": "none", "score": None}]
+    assert [Path(dropped.what).name for dropped in result.report.duplicates] == ["b.json", "c.json"]
+    assert all(" contradicting outcomes" in dropped.reason for dropped in result.report.duplicates)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_a_verdict_of_tests_counts_more_than_a_claim(names: tuple[str, str], tmp_path: Path, store: Store) -> None:
+    verdicts = ({"success": True}, {"success": True, "test_result": {"report": {"resolved": False}}})
+    events = [
+        {"id": 0, "source": "user", "action": "message", "args": {"content": "same"}},
+        {"id": 1, "source": "agent", "action": "finish", "args": {"final_thought": "end"}},
+    ]
+    for name, verdict in zip(names, verdicts, strict=True):
+        write(tmp_path / "logs" / f"{name}.json", {"instance_id": "o__r-1", "history": events, **verdict})
+    (row,) = rows(run(store, tmp_path / "logs"))
+    assert row["outcome"] == {"status": "failed", "source": "test_report", "score": None}
+
+
 def test_earlier_states_of_one_conversation_are_repeats(tmp_path: Path, store: Store) -> None:
     messages = [{"role": "user", "content": "go"}]
     for number in range(3):
