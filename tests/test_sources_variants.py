@@ -345,6 +345,36 @@ def test_images_never_reach_the_text() -> None:
     assert run.messages[0].content == "see\n[image]"
 
 
+@pytest.mark.parametrize(
+    ("inside", "after"),
+    [
+        ("    retu\n\n> ^C again to exit  ", "Okay, done."),
+        ("    retu\n\n> ^C again to exit  ", "Okay:\n\n```python\nx\n```"),
+        ("    retu", "Okay, done."),
+    ],
+)
+def test_what_the_user_says_ends_a_fence_of_aider_that_was_broken_off(inside: str, after: str) -> None:
+    text = (
+        f"# aider chat started at 2024-08-22\n\n#### f\n\nSo\n\n```python\ndef f():\n{inside}\n\n#### no\n\n{after}\n"
+    )
+    (run,) = parse(text.encode())
+    said = [(message.author, message.content) for message in run.messages]
+    assert said[0] == ("human", "f")
+    assert said[1][1].startswith("So\n\n```python\ndef f():\n    retu")
+    assert said[-2:] == [("human", "no"), ("policy", after)]
+
+
+def test_headings_in_a_closed_fence_of_aider_are_the_assistants() -> None:
+    answer = "So\n\n```md\n#### Use\n> note\n```"
+    (run,) = parse(f"# aider chat started at 2024-08-22\n\n#### f\n\n{answer}\n\n#### no  \n\nOkay.\n".encode())
+    assert [message.content for message in run.messages] == ["f", answer, "no", "Okay."]
+
+
+def test_an_aider_session_whose_answer_begins_like_yaml() -> None:
+    (run,) = parse(b"# aider chat started at 2024-08-22\n\n#### f\n\nSure:\n  all - of: it\n")
+    assert run.messages[-1].content == "Sure:\n  all - of: it"
+
+
 EXAMPLE_AND_CALL = "For example\n```bash\nls\n```\nso:\n```mswea_bash_command\nls -la\n```"
 
 

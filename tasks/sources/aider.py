@@ -1,7 +1,7 @@
 """aider chat history: Markdown. `# aider chat started at` opens a session, `#### ` is the user, `> ` the program.
 
-Fenced blocks are the assistant's whatever their lines begin with. One file holds many sessions. The token and cost
-lines are shown to the user only and are left out.
+Fenced blocks are the assistant's whatever their lines begin with, until the user breaks in. One file holds many sessions.
+The token and cost lines are shown to the user only and are left out.
 """
 
 import re
@@ -31,12 +31,23 @@ def detect(document: Document) -> bool:
     return document.kind == "text" and _SESSION.match(document.value) is not None
 
 
+def _interrupts(line: str, *, closed: bool) -> bool:
+    """Whether the user breaks off an answer inside a fence: by ^C, or with words, behind which aider writes two spaces.
+    In a fence that is closed further down, other headings are the assistant's.
+    """
+    return line.startswith("> ^C") or (line.startswith("#### ") and (not closed or line.endswith("  ")))
+
+
 def _lines(text: str) -> Iterator[tuple[str, str]]:
     """(speaker, line) with speaker user, program or assistant; blank lines go to whoever speaks."""
     fence = ""
     speaker = "program"
-    for line in text.split("\n"):
+    lines = text.split("\n")
+    last_of = {line.rstrip(): number for number, line in enumerate(lines) if line.startswith("```")}
+    for number, line in enumerate(lines):
         mark = re.match(r"`{3,}", line)
+        if fence and _interrupts(line, closed=last_of.get(fence, -1) > number):
+            fence = ""
         if fence:
             fence = "" if mark and line.rstrip() == fence else fence
             yield "assistant", line
