@@ -126,8 +126,10 @@ def test_reasoning_in_parts_is_kept(expected_format: str, value: Any) -> None:
         ("openhands-llm-log", llm_log(raw_response="seen"), "raw_response: expected an object"),
         ("openhands-llm-log", llm_log(response={"choices": {"0": "seen"}}), "choices: expected a list"),
         ("openhands-llm-log", llm_log(response={"choices": [{"message": "seen"}]}), "message: expected an object"),
+        ("openhands-llm-log", llm_log(response={"choices": [{"message": {"new": 1}}]}), "message: an object with none"),
+        ("moatless", {"initial_message": "task", "transitions": [{"new": "seen"}]}, "transitions: an object with none"),
         ("debug-gym", debug_gym(action=[{"name": "pdb"}]), "action: expected an object"),
-        ("debug-gym", {"problem": "p", "log": [{"new": "seen"}]}, "a step with none of"),
+        ("debug-gym", {"problem": "p", "log": [{"new": "seen"}]}, "log: an object with none of"),
         ("gemini-cli", gemini({"type": "info"}, {"type": "model", "content": "seen"}), "unknown message type 'model'"),
     ],
 )
@@ -324,3 +326,25 @@ def test_a_refusal_is_what_the_model_said() -> None:
 def test_reasoning_in_parts_beside_a_chat_message_is_kept() -> None:
     turn = {"role": "assistant", "content": "a", "reasoning_content": [{"type": "text", "text": "why"}]}
     assert messages("openai-chat", {"messages": [{"role": "user", "content": "q"}, turn]})[1].reasoning == "why"
+
+
+CLAUDE = {"type": "user", "uuid": "u", "parentUuid": None, "sessionId": "s", "message": {"content": "task"}}
+
+
+@pytest.mark.parametrize(
+    ("lines", "odd", "told"),
+    [
+        ([CLAUDE], {"new": CLAUDE}, "a line without type"),
+        ([CLAUDE], {**CLAUDE, "uuid": "v", "message": 7}, "message: expected an object, found a number"),
+        (rollout(), {"type": "response_item", "payload": ["seen"]}, "payload: expected an object, found a list"),
+        (exec_stream(), {"type": "item.completed", "item": {"type": "new"}}, "unknown item type 'new'"),
+        (exec_stream(), {"new": {"type": "item.completed"}}, "a line without type"),
+    ],
+)
+def test_a_line_of_a_session_that_cannot_be_read_costs_only_itself(
+    logs: Path, lines: list[dict[str, Any]], odd: dict[str, Any], told: str
+) -> None:
+    (logs / "a.jsonl").write_text("\n".join(map(json.dumps, [*lines, odd, *lines[-1:]])))
+    result = run(logs)
+    assert len(first_words(result)) == 2
+    assert damage(result) == [f"line {len(lines) + 1}: {told}"]

@@ -27,7 +27,7 @@ from tasks.sources import (
     tau_bench,
     verifiers,
 )
-from tasks.sources.adapter import Adapter
+from tasks.sources.adapter import Adapter, Guarded
 from tasks.sources.chat import looks_like_chat
 from tasks.sources.document import Document, SourceError, read_document
 from tasks.sources.plain_values import kind_of
@@ -101,6 +101,21 @@ def _objects_only(document: Document) -> tuple[Document, list[str]]:
     return document.only(index for index, record in enumerate(records) if isinstance(record, dict)), said
 
 
+def _readable_lines(document: Document, adapter: Adapter) -> tuple[Document, list[str]]:
+    """The document without the lines that its adapter cannot read, and why it cannot."""
+    if adapter.check is None:
+        return document, []
+    kept, said = [], []
+    for index, record in enumerate(document.records):
+        try:
+            with Guarded(adapter.name):
+                adapter.check(record)
+            kept.append(index)
+        except SourceError as error:
+            said.append(f"{document.place(index)}: {error}")
+    return (document.only(kept), said) if said and kept else (document, [])
+
+
 def recognised(document: Document, source_format: str = "auto") -> tuple[Adapter, Document, list[str]]:
     """(the adapter, the document from the first record on that it knows, what is wrong with the records before).
 
@@ -111,7 +126,8 @@ def recognised(document: Document, source_format: str = "auto") -> tuple[Adapter
     document, problems = _objects_only(document)
     try:
         adapter = find_adapter(document, source_format)
-        return adapter, adapter.apart(document) if adapter.apart else document, problems
+        document, unreadable = _readable_lines(document, adapter)
+        return adapter, adapter.apart(document) if adapter.apart else document, problems + unreadable
     except SourceError:
         records = document.records
         for start in range(1, min(len(records), _MAX_ODD_RECORDS)):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -52,6 +53,8 @@ class Adapter:
     """Every line is a run of its own, so that files larger than memory can be read in pieces."""
     snapshots: bool = False
     """The log repeats a growing conversation: runs that are the opening of another are earlier states of it."""
+    check: Callable[[Any], object] | None = None
+    """Raises SourceError at a line of a session that cannot be read, so that it costs only itself."""
     apart: Callable[[Document], Document] | None = None
     """Makes of one log with many runs a record for each, so that a bad one costs only itself."""
     shape: Shape | None = None

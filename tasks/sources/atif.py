@@ -24,12 +24,12 @@ from tasks.sources.base import (
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
 from tasks.sources.exported import restored
-from tasks.sources.strict import text_or_none
+from tasks.sources.strict import known, text_or_none
 from tasks.sources.text_calls import exit_code_failed
 
 NAME = "atif"
 
-_RESULT_KEYS = frozenset(("content", "source_call_id", "subagent_trajectory_ref", "extra"))
+_RESULT_KEYS = ("content", "source_call_id", "subagent_trajectory_ref", "extra")
 _JSON_CALL = re.compile(r"\{.*\}", re.DOTALL)
 
 
@@ -69,10 +69,7 @@ def _result_list(observation: Any) -> list[dict[str, Any]]:
     if isinstance(observation, str | dict):
         observation = [{"content": observation}]
     results = objects(observation or [], "results")
-    for result in results:
-        if result and _RESULT_KEYS.isdisjoint(result):
-            raise SourceError(f"results: an object with none of {', '.join(sorted(_RESULT_KEYS))}")
-    return results
+    return [known(result, "results", _RESULT_KEYS) for result in results]
 
 
 def _results(step: dict[str, Any], turn: Message | None) -> list[Message]:

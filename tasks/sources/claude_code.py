@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tasks.sources.adapter import Adapter
 from tasks.sources.base import build, dicts, digest, get, string
-from tasks.sources.claude_code_tree import Session, Unit, in_parent_order
+from tasks.sources.claude_code_tree import Session, Unit, in_parent_order, said
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
 
@@ -102,4 +102,4 @@ def read(document: Document) -> list[Run]:
     return runs
 
 
-ADAPTER = Adapter(NAME, detect, read)
+ADAPTER = Adapter(NAME, detect, read, check=said)

@@ -102,7 +102,7 @@ def _is_blocks(value: Any) -> bool:
     )
 
 
-def _said(record: dict[str, Any]) -> dict[str, Any] | None:
+def said(record: dict[str, Any]) -> dict[str, Any] | None:
     """The message of a user's or the model's line, as an object with `content`; None for other lines. What the user
     typed while the model worked is an attachment.
 
@@ -112,6 +112,8 @@ def _said(record: dict[str, Any]) -> dict[str, Any] | None:
     attachment = record.get("attachment")
     if record.get("type") == "attachment" and get(attachment, "type") == "queued_command":
         return {"content": get(attachment, "prompt")}
+    if "type" not in record:
+        raise SourceError("a line without type")
     if record.get("type") not in ("user", "assistant"):
         return None
     raw = record.get("message")
@@ -182,7 +184,7 @@ class Session:
         return unit
 
     def add(self, line: int, record: dict[str, Any]) -> None:
-        raw = _said(record)
+        raw = said(record)
         uuid = string(record.get("uuid")) or (None if raw is None else f"line-{line}")
         if uuid is None:
             return

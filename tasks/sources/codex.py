@@ -155,6 +155,12 @@ def _replacement(payload: Any) -> list[Message]:
     ]
 
 
+def _check(record: dict[str, Any]) -> None:
+    if record.get("type") == "session_meta":
+        as_dict(record.get("payload"), "payload")
+    _item(record)
+
+
 def _instructions(session: dict[str, Any]) -> str:
     base = session.get("base_instructions")
     return text_of(base["text"] if isinstance(base, dict) and "text" in base else base) or text_of(
@@ -214,4 +220,4 @@ def read(document: Document) -> list[Run]:
     return runs
 
 
-ADAPTER = Adapter(NAME, detect, read)
+ADAPTER = Adapter(NAME, detect, read, check=_check)

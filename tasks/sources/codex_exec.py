@@ -11,12 +11,32 @@ from tasks.sources.strict import Repeats
 
 NAME = "codex-exec"
 
-_UNREAD_ITEMS = ("todo_list",)
+_ITEMS = (
+    *("agent_message", "reasoning", "command_execution", "file_change", "mcp_tool_call", "collab_tool_call"),
+    *("web_search", "error", "todo_list"),
+)
 
 
 def detect(document: Document) -> bool:
     kinds = [record.get("type") for record in dicts(document.records[:4])]
     return bool(kinds) and kinds[0] in ("thread.started", "turn.started", "item.started", "item.completed")
+
+
+def _item(record: dict[str, Any]) -> dict[str, Any] | None:
+    """The item of a line that begins or ends one; None for other lines.
+
+    Raises:
+        SourceError: it is none that is known.
+    """
+    kind = record.get("type")
+    if not isinstance(kind, str):
+        raise SourceError("a line without type")
+    if not kind.startswith("item."):
+        return None
+    item = as_dict(record.get("item"), "item")
+    if item.get("type") not in _ITEMS:
+        raise SourceError(f"unknown item type {str(item.get('type'))[:200]!r}")
+    return item
 
 
 def _call(item: dict[str, Any]) -> ToolCall | None:
@@ -67,13 +87,12 @@ def read(document: Document) -> list[Run]:
     repeats = Repeats()
     failure = None
     for record in dicts(document.records):
-        kind = str(record.get("type"))
+        kind, item = record.get("type"), _item(record)
         thread = thread or string(record.get("thread_id"))
         if kind == "error" or kind == "turn.failed":
             failure = _failure(record) or failure
-        if not kind.startswith("item."):
+        if item is None:
             continue
-        item = as_dict(record.get("item"), "item")
         call, item_id = _call(item), string(item.get("id")) or ""
         if kind == "item.completed" and (item_id or None, item) in repeats:
             continue
@@ -94,12 +113,10 @@ def read(document: Document) -> list[Run]:
                 turns.reasoning(text_of(item.get("text")))
             elif item.get("type") == "error":
                 failure = _failure(item) or failure
-            elif item.get("type") not in _UNREAD_ITEMS:
-                raise SourceError(f"codex-exec: unknown item type {str(item.get('type'))[:200]!r}")
     turns.end_response()
     if not turns.messages:
         raise SourceError("codex-exec: no item in the stream")
     return [build(document, NAME, turns.messages, run_id=thread, agent="codex", exit_status=failure)]
 
 
-ADAPTER = Adapter(NAME, detect, read)
+ADAPTER = Adapter(NAME, detect, read, check=_item)

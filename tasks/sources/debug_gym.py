@@ -8,11 +8,11 @@ from tasks.sources.base import as_dict, build, dicts, get, json_text, objects, s
 from tasks.sources.chat import read_messages
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
-from tasks.sources.strict import text_or_none
+from tasks.sources.strict import known, text_or_none
 
 NAME = "debug-gym"
 
-_STEP_KEYS = frozenset(("action", "obs", "content", "prompt_response_pairs"))
+_STEP_KEYS = ("action", "obs", "content", "prompt_response_pairs")
 
 
 def detect(document: Document) -> bool:
@@ -34,9 +34,7 @@ def _opening(log: list[dict[str, Any]]) -> list[Message]:
 
 
 def _step(step: dict[str, Any]) -> list[Message]:
-    if _STEP_KEYS.isdisjoint(step):
-        raise SourceError(f"a step with none of {', '.join(sorted(_STEP_KEYS))}")
-    action = step.get("action")
+    action = known(step, "log", _STEP_KEYS).get("action")
     responses = [pair.get("response") for pair in objects(step.get("prompt_response_pairs") or [], "responses")]
     content = text_of(step.get("content")) if "content" in step else text_of(next(iter(responses), None))
     if action is None and not content:

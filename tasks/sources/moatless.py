@@ -14,7 +14,7 @@ from tasks.sources.base import as_dict, build, dicts, get, objects, reward_outco
 from tasks.sources.chat import assistant_blocks, read_message
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
-from tasks.sources.strict import first_choice, part
+from tasks.sources.strict import first_choice, known, part
 
 NAME = "moatless"
 
@@ -149,8 +149,8 @@ def _read_transitions(document: Document, run: dict[str, Any]) -> Run:
     policy_model: str | None = None
     for transition in objects(run.get("transitions"), "transitions"):
         model = string(get(transition, "properties", "model"))
-        for step in objects(transition.get("actions") or [], "actions"):
-            action = part(step, "action")
+        for step in objects(known(transition, "transitions", ("name", "actions")).get("actions") or [], "actions"):
+            action = part(known(step, "actions", ("action", "output")), "action")
             policy_model = policy_model or model
             inner = part(action, "action")
             calls = (tool_call(transition.get("name"), inner),) if isinstance(action.get("action"), dict) else ()

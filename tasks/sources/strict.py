@@ -7,20 +7,28 @@ from tasks.sources.base import as_dict, as_list, string, text_of
 from tasks.sources.document import SourceError
 
 
-def part(record: dict[str, Any], key: str, *known: str) -> dict[str, Any]:
+def known(found: dict[str, Any], what: str, keys: Iterable[str]) -> dict[str, Any]:
+    """The object itself.
+
+    Raises:
+        SourceError: it has something, but none of the keys: what it says would be lost unsaid.
+    """
+    if found and found.keys().isdisjoint(keys):
+        raise SourceError(f"{what}: an object with none of {', '.join(keys)}")
+    return found
+
+
+def part(record: dict[str, Any], key: str, *keys: str) -> dict[str, Any]:
     """The object under `key`; an empty one where there is none.
 
     Raises:
-        SourceError: something else stands there, or an object with none of the `known` keys: what it says would be
-            lost unsaid.
+        SourceError: something else stands there, or an object with none of `keys`.
     """
     value = record.get(key)
     if value is None or value == "" or value == []:
         return {}
     found = as_dict(value, key)
-    if found and known and not found.keys() & set(known):
-        raise SourceError(f"{key}: an object with none of {', '.join(known)}")
-    return found
+    return known(found, key, keys) if keys else found
 
 
 def text_or_none(value: Any) -> str | None:
@@ -35,7 +43,10 @@ def first_choice(response: dict[str, Any]) -> dict[str, Any] | None:
         SourceError: a choice holds no message.
     """
     choices = as_list(response.get("choices") or [], "choices")
-    return as_dict(as_dict(choices[0], "choices").get("message"), "message") if choices else None
+    if not choices:
+        return None
+    message = as_dict(as_dict(choices[0], "choices").get("message"), "message")
+    return known(message, "message", ("role", "content", "tool_calls"))
 
 
 class Repeats:
