@@ -28,7 +28,7 @@ from tasks.input_files import DigestBook, InputFile, unreadable
 from tasks.redact import Redactor, redact
 from tasks.row_documents import dataset_documents
 from tasks.segments import ROWS_PER_BATCH, Segment
-from tasks.sources import Adapter, Document, SourceError, recognised
+from tasks.sources import Adapter, Document, SourceError, by_adapter, recognised
 from tasks.sources.adapter import Guarded
 from tasks.sources.base import digest
 from tasks.sources.draft import Run
@@ -95,6 +95,17 @@ def _read_records(adapter: Adapter, document: Document, read: _Read) -> Iterator
         raise SourceError(first_error)
 
 
+def _piece_runs(adapter: Adapter, piece: Document, read: _Read, *, alone: bool) -> Iterator[Run]:
+    """The runs of a piece of a document; a bad piece costs only itself, unless it is the whole."""
+    try:
+        yield from _read_records(adapter, piece, read)
+    except SourceError as error:
+        if alone:
+            raise
+        if len(piece.records) == 1:  # of several, each was told
+            read.damaged.append((piece.path, f"{piece.place(0)}: {error}"))
+
+
 def _with_run(run: Run) -> Run:
     """Where the log names no run, the folder that holds the run's files does."""
     if run.run_id is not None:
@@ -121,12 +132,14 @@ def _document_runs(document: Document, config: SourceConfig, read: _Read) -> Ite
             return
         adapter, document, problems = recognised(document, config.format)
         read.damaged += [(document.path, problem) for problem in problems]
-        for run in _read_records(adapter, document, read):
-            named = run = _with_run(run)
-            if config.redact:
-                run, counts = redact(run)
-                read.redactions.update(counts)
-            yield adapter, run, named
+        pieces = list(by_adapter(adapter, document)) if config.format == "auto" else [(adapter, document)]
+        for of_piece, piece in pieces:
+            for run in _piece_runs(of_piece, piece, read, alone=len(pieces) == 1):
+                named = run = _with_run(run)
+                if config.redact:
+                    run, counts = redact(run)
+                    read.redactions.update(counts)
+                yield of_piece, run, named
     except SourceError as error:
         read.quarantined.append((document.path, str(error)))
 

@@ -1,6 +1,8 @@
 """Readers of agent logs, one module a format. Detection is by content: the first adapter that knows it reads it."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 
 from schemas.trajectory import Trajectory
 from tasks.content_digest import content_blake3
@@ -148,6 +150,29 @@ def _knows(adapter: Adapter, document: Document) -> bool:
         return False
 
 
+def by_adapter(adapter: Adapter, document: Document) -> Iterator[tuple[Adapter, Document]]:
+    """The document in pieces, each with the adapter that knows its records; `adapter` knows the first one. A data set
+    can be put together from logs of several formats. Records with the same keys are of the same format.
+    """
+    records = document.records
+    if not adapter.by_record or len(records) < 2 or looks_like_chat(records):
+        yield adapter, document
+        return
+    known = {frozenset(document.first): adapter}
+
+    def reader(index: int) -> Adapter:
+        keys = frozenset(records[index]) if isinstance(records[index], dict) else frozenset[str]()
+        if keys not in known:
+            record = Document(document.path, document.blake3, "json", records[index])
+            found = (other for other in ADAPTERS if other.by_record and _knows(other, record))
+            known[keys] = next(found, adapter)  # which says what is wrong with it
+        return known[keys]
+
+    pieces = [(of_piece, list(indices)) for of_piece, indices in groupby(range(len(records)), reader)]
+    for of_piece, indices in pieces:
+        yield of_piece, document if len(pieces) == 1 else document.only(indices)
+
+
 _SHAPED = tuple((adapter, adapter.shape) for adapter in ADAPTERS if adapter.shape is not None)
 
 
@@ -174,7 +199,8 @@ def parse(data: bytes, path: str = "", source_format: str = "auto") -> list[Traj
         SourceError: damaged beyond reading, or no known format.
     """
     adapter, document, _ = recognised(read_document(data, path), source_format)
-    return adapter.read_document(document)
+    pieces = by_adapter(adapter, document) if source_format == "auto" else [(adapter, document)]
+    return [run for of_piece, piece in pieces for run in of_piece.read_document(piece)]
 
 
 __all__ = [
@@ -183,6 +209,7 @@ __all__ = [
     "Adapter",
     "Document",
     "SourceError",
+    "by_adapter",
     "find_adapter",
     "load_document",
     "parse",

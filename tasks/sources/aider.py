@@ -1,7 +1,7 @@
 """aider chat history: Markdown. `# aider chat started at` opens a session, `#### ` is the user, `> ` the program.
 
-Fenced blocks are the assistant's whatever their lines begin with, until the user breaks in. One file holds many sessions.
-The token and cost lines are shown to the user only and are left out.
+Fenced blocks are the assistant's whatever their lines begin with, until the user breaks in. One file holds many
+sessions. The token and cost lines are shown to the user only and are left out.
 """
 
 import re
