@@ -89,6 +89,8 @@ def test_what_the_user_typed_meanwhile_is_said(prompt: Any) -> None:
 def test_lines_without_ids_follow_the_one_before() -> None:
     lines = [{**each, "uuid": None, "parentUuid": None} for each in SESSION]
     assert told([SESSION[0], *lines[1:]]) == SAID
+    one = line("user", None, "r", "wait")
+    assert told([*SESSION[:4], one, SESSION[4]]) == [*SAID[:3], "wait", SAID[3]]
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,14 @@ class Session:
             self.unit_of_line[uuid] = self._add_turn(line, record, raw, group, parent, uuid)
         else:
             self.unit_of_line[uuid] = self._add_user(line, record, raw["content"], group, parent, uuid)
+        if raw is not None and string(record.get("uuid")) is None:
+            self._insert(string(record.get("parentUuid")), self.unit_of_line[uuid])
+
+    def _insert(self, after: str | None, key: str | None) -> None:
+        """No line can name a unit whose line has no id: what follows it names the line before."""
+        before = self.unit_of_line.get(after or "")
+        if key is not None and before is not None and self.units[key].parent == before:
+            self.unit_of_line[after or ""] = key
 
     def _add_turn(
         self, line: int, record: dict[str, Any], raw: dict[str, Any], group: str, parent: str | None, uuid: str
