@@ -339,6 +339,12 @@ CLAUDE = {"type": "user", "uuid": "u", "parentUuid": None, "sessionId": "s", "me
         (rollout(), {"type": "response_item", "payload": ["seen"]}, "payload: expected an object, found a list"),
         (exec_stream(), {"type": "item.completed", "item": {"type": "new"}}, "unknown item type 'new'"),
         (exec_stream(), {"new": {"type": "item.completed"}}, "a line without type"),
+        (
+            v0(source="agent", action="think"),
+            {"id": 3, "action": "run", "args": 7},
+            "args: expected an object, found a number",
+        ),
+        (sdk(), {"id": "2", "kind": "ActionEvent", "tool_call": {"x": 1}}, "a tool call that names no function"),
     ],
 )
 def test_a_line_of_a_session_that_cannot_be_read_costs_only_itself(

@@ -133,17 +133,29 @@ def _forgotten(args: dict[str, Any]) -> set[str]:
     return set(map(str, range(start, end + 1))) if isinstance(start, int) and isinstance(end, int) else set()
 
 
+def _arguments(event: dict[str, Any]) -> dict[str, Any]:
+    """What stands under an event's `args`; the event itself in the resolver's flat ones.
+
+    Raises:
+        SourceError: the event holds nothing that can be read.
+    """
+    if "action" not in event and "observation" not in event:
+        raise SourceError("an event that is neither action nor observation")
+    args = event if event.get("args") is None else part(event, "args")
+    if event.get("action") == "message" and event.get("source") == "user" and "content" not in args:
+        raise SourceError("a user's message without content")
+    return args
+
+
 def read_events(events: Iterable[dict[str, Any]], *, user: Author) -> tuple[Segments, str | None]:
     """(messages, tool schemas as JSON text) of a V0 event stream."""
     segments = Segments()
     tools: str | None = None
     started = False
     for event in unrepeated(events):
-        args = event if event.get("args") is None else part(event, "args")  # resolver events are flat
+        args = _arguments(event)
         event_id = string(event.get("id"))
         if "action" not in event:
-            if "observation" not in event:
-                raise SourceError("an event that is neither action nor observation")
             if event.get("observation") not in _SILENT:
                 segments.add(_observation(event), event_id)
             continue
@@ -157,8 +169,6 @@ def read_events(events: Iterable[dict[str, Any]], *, user: Author) -> tuple[Segm
         elif action in _BOOKKEEPING:
             continue
         elif from_user:
-            if action == "message" and "content" not in args:
-                raise SourceError("a user's message without content")
             text = text_of(args.get("content")) or text_of(args.get("command"))
             segments.add(Message(role="user", author=user, content=text), event_id)
         elif event.get("source") != "environment":
@@ -218,5 +228,5 @@ def _read_events(document: Document) -> list[Run]:
     return segments.runs(document, NAME, agent=NAME, model=next(filter(None, models), None), tools_json=tools)
 
 
-EVENTS = Adapter(NAME, _detect_events, _read_events)
+EVENTS = Adapter(NAME, _detect_events, _read_events, check=_arguments)
 ROWS = Adapter(ROWS_NAME, _detect_rows, _read_rows, by_record=True)

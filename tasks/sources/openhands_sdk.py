@@ -60,10 +60,24 @@ def _merge(first: Message, second: Message) -> Message:
     )
 
 
-def _observation(event: dict[str, Any]) -> Message:
+def _check(event: dict[str, Any]) -> None:
+    if event.get("kind") == "MessageEvent":
+        as_dict(event.get("llm_message"), "llm_message")
+    elif event.get("kind") == "ActionEvent":
+        _calls(event)
+    elif event.get("kind") == "ObservationEvent":
+        _seen(event)
+
+
+def _seen(event: dict[str, Any]) -> Any:
+    """An observation that can be read, whatever holds it."""
     observation = event.get("observation")
+    return part(event, "observation", "kind", *_OBSERVATION_TEXTS) if isinstance(observation, dict) else observation
+
+
+def _observation(event: dict[str, Any]) -> Message:
+    observation = _seen(event)
     if isinstance(observation, dict):
-        part(event, "observation", "kind", *_OBSERVATION_TEXTS)
         content = next(filter(None, (text_of(observation.get(key)) for key in _OBSERVATION_TEXTS)), "")
     else:
         content = text_of(observation)
@@ -165,5 +179,5 @@ def _read_log(document: Document) -> list[Run]:
     return runs
 
 
-EVENTS = Adapter(EVENTS_NAME, _detect_events, _read_events)
+EVENTS = Adapter(EVENTS_NAME, _detect_events, _read_events, check=_check)
 LLM_LOG = Adapter(LOG_NAME, _detect_log, _read_log, by_record=True, snapshots=True)
