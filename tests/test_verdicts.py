@@ -11,6 +11,13 @@ from tasks.sources.side_files import read_side_file
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 MINI = {"trajectory_format": "mini-swe-agent-1.1", "info": {}, "messages": TURNS}
+OPENHANDS = {
+    "instance_id": "o__r-1",
+    "history": [
+        {"id": 1, "source": "user", "action": "message", "args": {"content": "q"}},
+        {"id": 2, "source": "agent", "action": "message", "args": {"content": "a"}},
+    ],
+}
 SAID = [
     *((value, "resolved") for value in (True, 1, 1.0, "true", "TRUE", "True", "1")),
     *((value, "failed") for value in (False, 0, 0.0, "false", "FALSE", " False", "0")),
@@ -34,6 +41,13 @@ def test_every_format_reads_a_verdict_alike(value: Any, status: str) -> None:
         {"instance_id": "o__r-1", "traj_id": "x", "messages": json.dumps(TURNS), "resolved": value},
         {"target": value, "trajectory": [{"role": "user", "text": "q"}, {"role": "ai", "text": "a", "mask": True}]},
         {"content": [{"class_": "message_action", "content": "a"}], "details": {"resolved": value}},
+        {**OPENHANDS, "test_result": {"report": {"resolved": value}}},
+        {**OPENHANDS, "success": value},
+        {
+            "problem": "p",
+            "success": value,
+            "log": [{"obs": "q"}, {"obs": "r", "action": {"name": "a", "arguments": {}}}],
+        },
     )
     for row in rows:
         (run,) = parse(json.dumps(row).encode())

@@ -4,7 +4,6 @@
 made are context. Subagent trajectories inside the document become trajectories of their own.
 """
 
-import re
 from typing import Any
 
 from schemas.trajectory import Author
@@ -16,13 +15,12 @@ from tasks.sources.base import (
     get,
     json_text,
     objects,
-    spans,
     string,
     text_of,
     tool_call,
 )
 from tasks.sources.document import Document, SourceError
-from tasks.sources.draft import Message, Run
+from tasks.sources.draft import CharSpan, Message, Run
 from tasks.sources.exported import restored
 from tasks.sources.strict import known, text_or_none
 from tasks.sources.text_calls import exit_code_failed
@@ -30,7 +28,6 @@ from tasks.sources.text_calls import exit_code_failed
 NAME = "atif"
 
 _RESULT_KEYS = ("content", "source_call_id", "subagent_trajectory_ref", "extra")
-_JSON_CALL = re.compile(r"\{.*\}", re.DOTALL)
 
 
 def detect(document: Document) -> bool:
@@ -58,8 +55,13 @@ def _turn(step: dict[str, Any]) -> Message:
         content=content,
         reasoning=text_or_none(step.get("reasoning_content")),
         tool_calls=calls,
-        action_spans=spans(content, _JSON_CALL) if written else (),
+        action_spans=_json_span(content) if written else (),
     )
+
+
+def _json_span(content: str) -> tuple[CharSpan, ...]:
+    start, stop = content.find("{"), content.rfind("}") + 1
+    return (CharSpan(start, stop),) if 0 <= start < stop else ()
 
 
 def _result_list(observation: Any) -> list[dict[str, Any]]:

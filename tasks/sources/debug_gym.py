@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from schemas.trajectory import Outcome
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import as_dict, build, dicts, get, json_text, objects, string, text_of, tool_call
+from tasks.sources.base import as_dict, build, dicts, get, json_text, objects, reported, string, text_of, tool_call
 from tasks.sources.chat import read_messages
 from tasks.sources.document import Document, SourceError
 from tasks.sources.draft import Message, Run
@@ -62,16 +61,13 @@ def _read_run(document: Document, run: dict[str, Any]) -> Run:
     messages = _opening(log)
     for step in log:
         messages += _step(step)
-    success = run.get("success")
     tools = run.get("tools")
     return build(
         document,
         NAME,
         messages,
         task_id=f"debug-gym/{problem}" if (problem := string(run.get("problem"))) else None,
-        outcome=Outcome(status="resolved" if success else "failed", source="test_report")
-        if isinstance(success, bool)
-        else Outcome(),
+        outcome=reported(run.get("success")),
         run_id=string(run.get("uuid")),
         agent=NAME,
         tools_json=json_text(tools) if tools else None,

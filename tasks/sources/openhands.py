@@ -9,7 +9,7 @@ from typing import Any
 
 from schemas.trajectory import Author, Outcome
 from tasks.sources.adapter import Adapter
-from tasks.sources.base import dicts, get, json_text, objects, string, text_of, tool_call
+from tasks.sources.base import dicts, get, json_text, objects, reported, string, text_of, tool_call
 from tasks.sources.chat import read_message
 from tasks.sources.condensed import Segments
 from tasks.sources.document import Document, SourceError
@@ -181,17 +181,17 @@ def read_events(events: Iterable[dict[str, Any]], *, user: Author) -> tuple[Segm
 
 def _row_outcome(row: dict[str, Any]) -> Outcome:
     for verdict in (get(row, "test_result", "report", "resolved"), get(row, "report", "resolved")):
-        if isinstance(verdict, bool):
-            return Outcome(status="resolved" if verdict else "failed", source="test_report")
-    if isinstance(row.get("success"), bool):  # the resolver lets a model judge the run
-        return Outcome(status="resolved" if row["success"] else "failed", source="agent")
-    return Outcome()
+        outcome = reported(verdict)
+        if outcome.status != "unknown":
+            return outcome
+    judged = reported(row.get("success"))  # the resolver lets a model judge the run
+    return judged if judged.status == "unknown" else judged.model_copy(update={"source": "agent"})
 
 
 def _row_instance(row: dict[str, Any]) -> str | None:
     issue = row.get("issue")
-    if isinstance(issue, dict) and issue.get("owner") and issue.get("repo"):
-        return f"{issue['owner']}__{issue['repo']}-{issue.get('number')}"
+    if isinstance(issue, dict) and all(issue.get(key) for key in ("owner", "repo", "number")):
+        return f"{issue['owner']}__{issue['repo']}-{issue['number']}"
     return string(row.get("instance_id"))
 
 
