@@ -8,6 +8,7 @@ from binascii import Error as Base64Error
 from collections.abc import Iterator
 
 from tasks.assigned_secrets import is_sample, is_words, looks_secret
+from tasks.gibberish import is_gibberish
 
 _QUOTES = r"[\\\"']{0,6}"
 _GAP = r"[\"'\s]{0,6}"
@@ -47,15 +48,52 @@ def authorizations(text: str) -> Iterator[tuple[int, int]]:
             yield match.span(1)
 
 
-URL_TRIGGER = r"://[^:/?#\s@\"'<>]*:[^/?#\s\"'<>]+@[\w\[$%.-]"
+URL_TRIGGERS = (
+    r"://[^:/?#\s@\"'<>]*:[^/?#\s\"'<>]+@[\w\[$%.-]",
+    r"://[^:/?#\s@\"'<>]+:[0-9]{0,5}[^0-9/?\s\"'<>][^\s\"'<>]*@[\w.-]",
+)
 _USER_INFO = re.compile(r"://[^\s:/?#@\"'<>\\`]{0,256}:([^\s/?#\"'<>\\`]{1,512})@(?!sha256:)(?=[\w\[$%.-])")
+_HOST = r"[\w.-]{1,253}(?:[:/?#\"'\s]|$)"
+_ODD_USER_INFO = re.compile(
+    rf"://[^\s:/?#@\"'<>\\`]{{1,256}}:(?![0-9]{{1,5}}[/?#])((?:[^\s\"'<>\\`@]|@(?!{_HOST})){{0,256}}[/?#]"
+    rf"[^\s\"'<>\\`]{{0,256}})@(?={_HOST})"
+)
+"""With a sign that would have to be encoded there; behind a port it begins the path."""
 
 
 def url_passwords(text: str) -> Iterator[tuple[int, int]]:
     """Spans of the passwords of URLs: up to the last @ before the host ends."""
-    for match in _USER_INFO.finditer(text):
-        if not re.match(r"(?:\$|\[|%[sd(]|\*+$|x+$|\.+$)|.*[{}]", match.group(1)):
+    for match in _ODD_USER_INFO.finditer(text):
+        if is_gibberish(match.group(1)):
             yield match.span(1)
+    for match in _USER_INFO.finditer(text):
+        if not re.match(r"(?:\$(?:\w+$|[{(])|\[|%[sd(]|\*+$|x+$|\.+$)|.*[{}]", match.group(1)):
+            yield match.span(1)
+
+
+PARAMETER_TRIGGER = r"(?i)[?&;](?:sig|signature|x-(?:amz|goog)-signature|key)=[\w%+/=~.-]{32}"
+_PARAMETER = re.compile(
+    r"(?i)[?&;](?:(?:sig|signature|x-(?:amz|goog)-signature)=([\w%+/=~.-]{32,2048})|key=([\w-]{32,512}))"
+)
+
+
+def url_parameters(text: str) -> Iterator[tuple[int, int]]:
+    """Spans of the signatures of signed URLs, and of keys in URLs."""
+    for match in _PARAMETER.finditer(text):
+        group = match.lastindex or 0
+        if looks_secret(match.group(group)):
+            yield match.span(group)
+
+
+PASSWORD_FILE_TRIGGER = r":(?:54[0-9]{2}|6432|\*):[\w*-]+:[\w*.@-]+:\S{8}"
+_PASSWORD_FILE = re.compile(
+    r"(?<![\w:/.-])[\w*.-]{1,253}:(?:54[0-9]{2}|6432|\*):[\w*-]{1,64}:[\w*.@-]{1,64}:([^\s\"'`:]{8,256})", re.ASCII
+)
+
+
+def password_files(text: str) -> Iterator[tuple[int, int]]:
+    """Spans of the passwords in lines of PostgreSQL's `.pgpass`: `host:port:database:user:password`."""
+    return (match.span(1) for match in _PASSWORD_FILE.finditer(text) if is_gibberish(match.group(1)))
 
 
 COOKIE_TRIGGER = rf"(?i)cookies?{_QUOTES}\s{{0,3}}[:=]\s{{0,3}}[{{\\\"']{{0,6}}[\w.-]{{1,64}}{_QUOTES}\s{{0,3}}[=:]"
@@ -85,6 +123,7 @@ def cookies(text: str) -> Iterator[tuple[int, int]]:
 
 _ARGUMENTS = r"(?:[^\n|&]|\\\n){0,400}"
 _BLANKS = r"(?:\s|\\+[nrt]){1,8}"
+_SAID = r"(?:'([^'\n]{0,255}[^'\s])\s{0,7}'|\"([^\"\n]{0,255}[^\"\s])\s{0,7}\"|([^\s\"'|&;<>()]{1,256}))"
 _OPTION_VALUE = r"([^\s\"'\\-][^\s\"'\\]{1,255})"
 _OPTIONS = (
     rf"\bcurl\s{_ARGUMENTS}?(?<=\s)(?:-u|--user|-U|--proxy-user)[ =]?"
@@ -93,6 +132,12 @@ _OPTIONS = (
     rf"\bsshpass\s{{1,3}}-p[\s\"']{{0,3}}{_OPTION_VALUE}",
     rf"\bredis-cli\s{_ARGUMENTS}?(?<=\s)-a[\s\"']{{1,3}}{_OPTION_VALUE}",
     rf"\bdocker\slogin\s{_ARGUMENTS}?(?<=\s)-p[\s\"']{{1,3}}{_OPTION_VALUE}",
+    r"\bwandb\slogin\s(?:[^\n|&;]{0,200}\s)?[\"']?([0-9a-f]{40}|wandb_v1_\w{40,200})\b",
+    r"\bSSWS\s{1,3}([\w-]{30,256})",
+    rf"\b(?:echo|printf)\s{{1,3}}(?:-\w{{1,3}}\s)?{_SAID}\s{{0,3}}\|\s{{0,3}}"
+    rf"(?:sudo\s(?:-\w{{1,20}}\s){{0,4}}?-\w{{0,8}}S"
+    rf"|\w{{2,20}}\s(?:\w{{2,20}}\s)?login\s{_ARGUMENTS}?--password-stdin)\b",
+    rf"\bsudo\s(?:-\w{{1,20}}\s){{0,4}}?-\w{{0,8}}S\s[^\n|&;<]{{0,200}}<<<\s?{_SAID}",
     r"\b(?:machine\s{1,8}\S{1,253}|default)\s{1,8}login\s{1,8}\S{1,128}\s{1,8}password\s{1,8}([^\s\"'\\]{1,256})",
 )
 OPTION_TRIGGERS = (
@@ -101,6 +146,11 @@ OPTION_TRIGGERS = (
     r"sshpass\s{1,3}-p",
     r"redis-cli[^|&]{0,400}\s-a\s",
     r"docker\slogin[^|&]{0,400}\s-p\s",
+    r"wandb\slogin\s",
+    r"SSWS\s{1,3}[\w-]{30}",
+    r"(?:echo|printf)\s[^|]{1,300}\|\s{0,3}sudo\s[^|]{0,80}-\w{0,8}S",
+    "--password-stdin",
+    r"sudo\s[^|&;]{0,300}<<<",
     rf"login{_BLANKS}\S{{1,128}}{_BLANKS}password{_BLANKS}",
 )
 _OF_OTHERS = re.compile(r"(?:ath|rint0?|erm|rune|re|rotocol|rogress|arallel|ort|lugin\S*|assword)$|[0-9.:]+$")
@@ -108,12 +158,13 @@ _OF_OTHERS = re.compile(r"(?:ath|rint0?|erm|rune|re|rotocol|rogress|arallel|ort|
 
 
 def option_passwords(text: str) -> Iterator[tuple[int, int]]:
-    """Spans of the passwords that clients are given (`curl -u user:password`) and of those in a netrc file."""
+    """Spans of the passwords that programs are given (`curl -u user:password`, `echo x | sudo -S`) and of a netrc's."""
     for pattern in _OPTION_PATTERNS:
         for match in pattern.finditer(text):
-            value = match.group(1)
+            group = match.lastindex or 0
+            value = match.group(group)
             if not _PLACEHOLDER.match(value) and not _OF_OTHERS.match(value) and not is_sample(value):
-                yield match.span(1)
+                yield match.span(group)
 
 
 _OPTION_PATTERNS = tuple(re.compile(option) for option in _OPTIONS)

@@ -94,6 +94,7 @@ TOKEN_FORMATS: tuple[tuple[str, str, str], ...] = (
     ("token", "sha256~", rf"[{_URL_SAFE}]{{43}}"),
     ("token", "pn[bu]_", f"[{_ALNUM}]{{36}}"),
     # services
+    ("token", f"pat[{_ALNUM}]{{14}}" r"\.", f"[{_HEX}]{{64}}"),
     ("token", "lin_(?:api|oauth)_", f"[{_ALNUM}]{{40,}}"),
     ("token", "ntn_", f"[{_ALNUM}]{{40,}}"),
     ("token", "secret_", f"(?=[A-Za-z]*[0-9])[{_ALNUM}]{{43}}(?![{_ALNUM}])"),
