@@ -38,7 +38,7 @@ from tasks.sources import BY_NAME
 from tasks.sources.base import digest
 from tasks.sources.side_files import SideFact, SideIndex
 
-STAGE_VERSION = 8
+STAGE_VERSION = 9
 
 _FILES_AT_ONCE = 32
 """So many are looked up before the first of them is read: small steps between large ones find the caches emptied, and
