@@ -39,7 +39,7 @@ CONTEXTS = (
     ("APP_KEY=base64:{}=", BASE64, 43, 2),
     ("FERNET_KEY={}=", ALNUM + "-_", 43, 0),
     ("PRIVATE_KEY=0x{}", HEX, 64, 0),
-    ("postgres://u:{}@h:5432/x", PUNCTUATED, 16, 8),
+    ("postgres://u:{}@h:5432/x", PUNCTUATED, 16, 3),
     ("h.example:5432:db:bob:{}\n", ALNUM, 14, 4),
     ("https://a.example/c?sv=2020&sig={}%3D&se=1", ALNUM, 43, 0),
     ("https://b.example/x?X-Amz-Expires=60&X-Amz-Signature={}", HEX, 64, 0),
@@ -107,6 +107,17 @@ CODE = (
 def test_code_and_prose_stay(text: str) -> None:
     assert Redactor().text(text) == text
     assert Redactor().text(json.dumps({"c": text})) == json.dumps({"c": text})
+
+
+def test_a_password_with_odd_signs_ends_at_its_host() -> None:
+    for password in ("Xk9#mQ2/vL7?zR", "#Xk9@mQ2vL7zR", "Xk9mQ2vL7zR"):
+        redacted = Redactor().text(f"https://bob:{password}@h.example/path?to=#a@b")
+        assert redacted == "https://bob:[basic_auth_credentials-1]@h.example/path?to=#a@b"
+
+
+def test_urls_upon_urls_cost_no_square() -> None:
+    text = "://u:" * 20_000 + "#q1x@h"  # 0.2 s; with a square in it: 5 s
+    assert Redactor().text(text)
 
 
 def test_an_address_ends_before_the_next_sentence() -> None:
