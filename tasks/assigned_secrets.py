@@ -49,7 +49,7 @@ _BARE_VALUE = re.compile(
 """With parentheses and $ in it, but for what a shell would put in their place."""
 _CALLED = re.compile(r"[A-Za-z_][\w.]*\((?:.*\)(?![\w@#%^&!~$]).*|[^)]*[,\[{\"'])?$")
 """A call, whole or up to what no bare value holds."""
-_NAMED_ALIKE = re.compile(r"(?=.*(?i:key|token|secret|passw|credential))[A-Za-z_][\w.]*")
+_NAMED_ALIKE = re.compile(r"(?=.*(?:[Kk]ey|[Tt]oken|[Ss]ecret|[Pp]assw|[Cc]redential))[A-Za-z_][\w.]*")
 """Variables and types: `private_key: Ed25519PrivateKey`."""
 _NAME_BEFORE = re.compile(
     r"((?i:auth|access|client|api|jwt|bot|refresh|webhook)[_-]?|(?<=[A-Z0-9])_(?=TOKEN|SECRET|PASSPHRASE))?"

@@ -109,6 +109,10 @@ def test_code_and_prose_stay(text: str) -> None:
     assert Redactor().text(json.dumps({"c": text})) == json.dumps({"c": text})
 
 
+def test_a_key_that_happens_to_hold_the_word_key_goes() -> None:
+    assert Redactor().text("CO_API_KEY=y5jHnkEybW0Eh30Tt2vkFoAT1VXsXiZ7NsAf x") == "CO_API_KEY=[assigned_secret-1] x"
+
+
 def test_a_password_with_odd_signs_ends_at_its_host() -> None:
     for password in ("Xk9#mQ2/vL7?zR", "#Xk9@mQ2vL7zR", "Xk9mQ2vL7zR"):
         redacted = Redactor().text(f"https://bob:{password}@h.example/path?to=#a@b")
