@@ -155,6 +155,10 @@ def test_the_ledger_is_what_was_measured(case: dict[str, Any]) -> None:
     assert ledger.peak_device_bytes / GIB == pytest.approx(case["allocated_gib"], rel=0.05)
     if case["run"] > "C" and all(layer.attention != "recompute" for layer in plan.layers):
         assert ledger.peak_device_bytes / GIB > case["allocated_gib"] - 0.01  # too high at most: by up to 0.4 GiB
+    if case["run"] > "C" and any(layer.attention == "recompute" for layer in plan.layers):
+        restoring = sum(ledger.device_bytes_of(moment) for moment in ("static", "kept", "backward_restore"))
+        held = (plan.head_groups - 2) * case["tokens_attended"] * 4096 // plan.head_groups * 2
+        assert (restoring + held) / GIB == pytest.approx(case["allocated_gib"], rel=0.01)
     if case["run"] in ("A", "B"):
         explained_bytes = ledger.peak_device_bytes + held_by_that_run(case, plan)
         assert abs(explained_bytes / 2**20 - case["allocated_gib"] * 1024) < 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -177,7 +178,15 @@ class LateTransfers(Transfers):
     def write(self, kept: Kept, span: slice, source_NW: Tensor, *, bulk: bool = False) -> Any:
         if not self.is_remote(kept):
             return super().write(kept, span, source_NW)
-        kept.written = self._late("out", bulk, lambda: kept.data_TW[span].copy_(source_NW), [])
+        owner = weakref.ref(source_NW if source_NW._base is None else source_NW._base)
+        place = source_NW.shape, source_NW.stride(), source_NW.storage_offset()
+        del source_NW
+
+        def copy() -> None:  # memory that was freed meanwhile would be somebody else's by now
+            source = owner()
+            kept.data_TW[span] = torch.nan if source is None else source.as_strided(*place)
+
+        kept.written = self._late("out", bulk, copy, [])
         return kept.written
 
     def load(self, kept: Kept, span: slice, out_NW: Tensor, free: Any, *, bulk: bool = False) -> Any:
