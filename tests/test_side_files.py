@@ -10,14 +10,6 @@ from ingest_inputs import chat, line, reasons, rows, run
 MINI = {"trajectory_format": "mini-swe-agent-1.1", "info": {}, **chat("own")}
 
 
-@pytest.fixture
-def logs(tmp_path: Path) -> Path:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    (folder / "good.json").write_bytes(line("good"))
-    return folder
-
-
 def write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
