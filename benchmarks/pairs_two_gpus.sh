@@ -16,8 +16,8 @@ run() { # run NAME.jsonl CASE...: until the deadline
 
 mkdir -p "$out"
 python3 -m benchmarks.pairs_two_gpus prepare --folder "$folder" $dry || exit 1
-CUDA_VISIBLE_DEVICES=0 run card0.jsonl shared-prefix fixed-one &
-CUDA_VISIBLE_DEVICES=1 run card1.jsonl even-one sft &
+CUDA_VISIBLE_DEVICES=0 run card0.jsonl shared-prefix fixed-one sft &
+CUDA_VISIBLE_DEVICES=1 run card1.jsonl even-one whole-again &
 wait
 run both.jsonl fixed-two even-two
 python3 -m benchmarks.pairs_two_gpus compare "$out/both.jsonl" --folder "$folder" fixed-two fixed-one
