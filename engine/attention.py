@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -178,8 +178,8 @@ def _flash_attn_backward(
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THE, k_MKE, v_MKE))
     backward(
         grad_out_THE[None], q_THE[None], k_MKE[None], v_MKE[None], out_THE[None], lse_HT[None].contiguous(),
-        grad_q[None], grad_k[None], grad_v[None], 0.0, scale, causal=causal, window_size_left=-1,
-        window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False,
+        grad_q[None], grad_k[None], grad_v[None], 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1,
+        softcap=0.0, alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return grad_q, grad_k, grad_v
 
@@ -211,19 +211,28 @@ def _probe_s(backend: AttentionBackend, n_tokens: int, heads: tuple[int, int], h
     return seconds
 
 
-def choose_backend(
-    device: torch.device, dtype: torch.dtype, *, n_tokens: int, n_heads: int, n_key_heads: int, head_size: int
-) -> tuple[AttentionBackend, dict[str, float]]:
-    """The fastest backend here and the seconds each took (forward + backward, at most 16,384 tokens).
+def _fused_names() -> list[str]:
+    """Backends to probe. Where kernels are to add in a fixed order, cuDNN is out: its backward has no such order.
+    PyTorch leaves it out of its own choice then, but an operator called by name is not asked. Flash then uses one.
+    """
+    names = [] if torch.are_deterministic_algorithms_enabled() else ["cudnn"]
+    return [*names, "flash"] + (["flash_attn"] if importlib.util.find_spec("flash_attn") else [])
 
-    Off the GPU, and for float32 and float64, it is the plain one: the fused kernels take 16-bit input only.
+
+def probe_backends(
+    device: torch.device, dtype: torch.dtype, *, n_tokens: int, n_heads: int, n_key_heads: int, head_size: int
+) -> dict[str, float]:
+    """Seconds that each fused backend takes here, forward + backward, at most 16,384 tokens; infinite where it refuses.
+
+    Empty off the GPU, and for float32 and float64: the fused kernels take 16-bit input only.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return BACKENDS["math"], {}
-    names = ["cudnn", "flash"] + (["flash_attn"] if importlib.util.find_spec("flash_attn") else [])
+        return {}
     length = min(n_tokens, 16_384)
-    seconds = {name: _probe_s(BACKENDS[name], length, (n_heads, n_key_heads), head_size) for name in names}
-    best = min(seconds, key=lambda name: seconds[name])
-    if math.isinf(seconds[best]):
-        return BACKENDS["math"], seconds
-    return BACKENDS[best], seconds
+    return {name: _probe_s(BACKENDS[name], length, (n_heads, n_key_heads), head_size) for name in _fused_names()}
+
+
+def fastest(seconds: Mapping[str, float]) -> AttentionBackend:
+    """The backend that took least; the plain one where none could be timed."""
+    best = min(seconds, key=lambda name: seconds[name], default="math")
+    return BACKENDS["math" if math.isinf(seconds.get(best, math.inf)) else best]

@@ -19,9 +19,6 @@ EngineName = Literal["plain", "long_context"]
 Side = Literal["device", "host"]
 
 LONG_CONTEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-LONG_TOKENS = 8_192
-"""On a GPU, `auto` takes the long-context engine as soon as one branch of the stage is longer than this."""
-
 
 HOST_SHARE = 0.9
 """Of the host memory that is free: what all ranks together may pin."""
@@ -76,28 +73,51 @@ def host_budget(asked_gib: float | None, limits: Sequence[HostLimit]) -> int:
     return int(asked_gib * GIB)
 
 
-def choose_engine(base: ModelConfig, model_type: str, longest_tokens: int, *, on_gpu: bool) -> tuple[EngineName, str]:
+def _uncovered(
+    base: ModelConfig, model_type: str, longest_tokens: int, dropout: float, window_tokens: int | None
+) -> str | None:
+    """What keeps the long-context engine from computing exactly what this model would; None: nothing known by now."""
+    if model_type not in LONG_CONTEXT_FAMILIES or base.backend != "transformers":
+        return f"{model_type} loaded by {base.backend} (it covers {', '.join(LONG_CONTEXT_FAMILIES)} by transformers)"
+    if dropout > 0:
+        return f"LoRA dropout ({dropout:g})"
+    if window_tokens is not None and longest_tokens > window_tokens:
+        return f"a sliding window of {window_tokens:,} tokens on a branch of {longest_tokens:,}"
+    return None
+
+
+def choose_engine(
+    base: ModelConfig,
+    model_type: str,
+    longest_tokens: int,
+    *,
+    on_gpu: bool,
+    dropout: float = 0.0,
+    window_tokens: int | None = None,
+) -> tuple[EngineName, str]:
     """The engine of a stage and the reason; one for all its branches, so that both sides of a pair round alike.
 
+    `auto` takes the walk on a GPU whatever the length: layer for layer it launches fewer kernels than the model's own
+    forward, which is what short branches wait for (docs/ENGINE.md has the times).
+
+    Args:
+        dropout: of the adapter, where it is trained.
+        window_tokens: within which the model attends; None: it sees all.
+
     Raises:
-        UserError: the config asks for the long-context engine on a model it does not cover.
+        UserError: the config asks for the long-context engine where it would not compute exactly what the model does.
     """
-    covered = model_type in LONG_CONTEXT_FAMILIES and base.backend == "transformers"
-    if base.engine == "long_context" and not covered:
+    problem = _uncovered(base, model_type, longest_tokens, dropout, window_tokens)
+    if base.engine == "long_context" and problem:
         raise UserError(
-            f"the long-context engine covers {', '.join(LONG_CONTEXT_FAMILIES)} loaded by transformers, not "
-            f"{model_type} loaded by {base.backend}",
-            where="model.engine",
-            fix='set it to "plain" or "auto"',
+            f"the long-context engine does not cover {problem}", where="model.engine", fix='set it to "plain" or "auto"'
         )
     if base.engine != "auto":
         return base.engine, "as configured"
     if not on_gpu:
         return "plain", "no GPU"
-    if not covered:
-        return "plain", f"{model_type} loaded by {base.backend} is not covered by the long-context engine"
-    if longest_tokens <= LONG_TOKENS:
-        return "plain", f"no branch is longer than {LONG_TOKENS:,} tokens"
+    if problem:
+        return "plain", f"the long-context engine does not cover {problem}"
     return "long_context", f"the longest branch has {longest_tokens:,} tokens"
 
 

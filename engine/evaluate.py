@@ -168,6 +168,8 @@ def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scor
         with memory_advice(engine, group):
             model = _load_all(spec, engine.longest_tokens, group)
     join(group)
+    if model is not None and engine is not None:
+        engine.agree_on_attention(model, group)
     found: list[ModelScore] = []
     for name in ("base", *spec.adapters):
         scores: dict[str, BranchScore] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention import AttentionBackend, choose_backend
+from engine.attention import AttentionBackend, fastest, probe_backends
 from engine.block_attention import block_backends
 from engine.linears import compute_dtype
 from engine.offload import HostPool, numbered
@@ -27,6 +27,12 @@ from schemas.errors import UserError
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 PACK_TOKENS = 16_384
 """Rows are packed up to so many tokens: from there on nothing of a walk's fixed work is left to save."""
+
+
+def window_of(config: Any) -> int | None:
+    """Tokens of the sliding window that a model of this transformers config attends within; None: it sees all."""
+    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    return getattr(config, "sliding_window", None) if windowed else None
 
 
 def check_model(model: nn.Module, n_tokens: int) -> None:
@@ -42,9 +48,8 @@ def check_model(model: nn.Module, n_tokens: int) -> None:
         problem = "a bias or an adapter on the LM head"
     elif decoder.training and getattr(config, "attention_dropout", 0.0):
         problem = "attention dropout"
-    window = getattr(config, "sliding_window", None)
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    if problem is None and window is not None and windowed and n_tokens > window:
+    window = window_of(config)
+    if problem is None and window is not None and n_tokens > window:
         problem = f"sliding-window attention of {window} tokens on a branch of {n_tokens}"
     if problem is not None:
         raise UserError(f"the long-context engine does not cover {problem}", fix="use the plain scorer")
@@ -144,10 +149,11 @@ class LongContextScorer:
         if self.backend is None:
             decoder: Any = split_head(model)[0]
             config, attn = decoder.config, decoder.layers[0].self_attn
-            self.backend, self.probe_s = choose_backend(
+            self.probe_s = probe_backends(
                 device, compute_dtype(attn.q_proj), n_tokens=n_tokens, head_size=attn.head_dim,
                 n_heads=config.num_attention_heads, n_key_heads=config.num_key_value_heads,
             )  # fmt: skip
+            self.backend = fastest(self.probe_s)
         return self.backend
 
     def score(self, model: nn.Module, sequence: Sequence, *, keep: bool = True) -> Tensor:

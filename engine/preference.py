@@ -21,6 +21,7 @@ from engine.cost import cost_model
 from engine.data import BranchTable, Pair, read_pairs
 from engine.deal import describe
 from engine.health import EarlyStop, check_trackers, tracker_callbacks
+from engine.layers import window_of
 from engine.loading import load_adapter, load_base, save_adapter
 from engine.out_of_memory import memory_advice
 from engine.preference_trainer import Pairs, PreferenceTrainer
@@ -68,17 +69,16 @@ def _frozen_sample(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _max_packed_tokens(config: SimpoConfig, engine: Engine, dropout: float, group: Group) -> int:
+def _max_packed_tokens(config: SimpoConfig, engine: Engine, model_config: Any, dropout: float, group: Group) -> int:
     """The longest shared-prefix pass, in packed tokens; 0 where it is not offered.
 
     Raises:
         UserError: the plan is shared_prefix, and the model, engine or adapter does not allow it.
     """
-    sizes = engine.model_config
     problem = None
     if dropout > 0:
         problem = "under dropout the two branches of a pair draw different masks over their common prefix"
-    elif sizes.get("sliding_window") is not None and sizes.get("use_sliding_window", True):
+    elif window_of(model_config) is not None:
         problem = "the model attends within a sliding window"
     if problem is None and engine.name == "long_context":
         return engine.longest_pair()
@@ -182,6 +182,7 @@ def _load(
     base = load_base(spec.model, spec.base, group.device, engine.longest_tokens)
     model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
     join(group)
+    engine.agree_on_attention(model, group)
     checkpointing = engine.name == "plain" and group.device.type == "cuda"
     walked = engine.name == "long_context"
     cost = cost_model(base.config.to_dict(), recomputes=checkpointing or walked, in_blocks=walked)
@@ -193,7 +194,7 @@ def _load(
         references = reference_scores(spec, model, branches, sorted(set(names)), group, folder, scorer)
     pairs = Pairs(rows, branches, loss_of(config), kind, references)
     dropout = float(model.peft_config["default"].lora_dropout)  # type: ignore[attr-defined]
-    max_packed_tokens = _max_packed_tokens(config, engine, dropout, group)
+    max_packed_tokens = _max_packed_tokens(config, engine, base.config, dropout, group)
     shares = walked and config.plan in ("auto", "shared_prefix")
     packed = [pairs.packed_tokens(index) for index in range(len(pairs))] if shares else []
     engine.pin_host(group.device, max((n for n in packed if n <= max_packed_tokens), default=0))

@@ -12,12 +12,15 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import AutoConfig
 
+from engine.attention import BACKENDS, fastest
 from engine.budget import (
     LONG_CONTEXT_FAMILIES,
     Budget,
@@ -31,10 +34,10 @@ from engine.budget import (
     unlimited_plan,
 )
 from engine.choose import longest_branch
-from engine.collectives import Group
+from engine.collectives import Group, gather
 from engine.data import BranchTable
 from engine.host_memory import host_limits
-from engine.layers import PACK_TOKENS, LongContextScorer
+from engine.layers import PACK_TOKENS, LongContextScorer, window_of
 from engine.memory import GIB, Ledger, Setup
 from engine.plan import MemoryPlan
 from engine.scores import Scorer, token_logprobs
@@ -78,6 +81,20 @@ class Engine:
         setup = self.setup.model_copy(update={"several_blocks": True})
         device_bytes, host_bytes = self.budget
         return longest_branch(self.model_config, setup, device_bytes=device_bytes, host_bytes=host_bytes)
+
+    def agree_on_attention(self, model: nn.Module, group: Group) -> None:
+        """One attention kernel on all ranks, the fastest by their times together. Were each to choose for itself, noise
+        in the timings could have the two sides of a pair round differently. Call it once all have met.
+
+        Raises:
+            PeerLostError: a rank died.
+        """
+        if not isinstance(self.scorer, LongContextScorer):
+            return
+        self.scorer.choose_backend(model, self.longest_tokens, group.device)
+        own_s = [self.scorer.probe_s.get(name, math.inf) for name in BACKENDS]
+        all_s = gather(group, torch.tensor(own_s, dtype=torch.float64)).sum(0).tolist()
+        self.scorer.backend = fastest(dict(zip(BACKENDS, all_s, strict=True)))
 
     def pin_host(self, device: torch.device, pair_tokens: int = 0) -> None:
         """Pins the host buffer once, before step 1: growing it with every longer branch would pin it many times.
@@ -143,14 +160,16 @@ def hold_device(base: ModelConfig, device: torch.device) -> None:
 
 
 def _lora_of(spec: TrainSpec) -> LoraConfig:
-    """Rank and targets of the widest adapter of the spec; the defaults when it has none."""
+    """Rank, targets and dropout of the widest adapter of the spec; the defaults when it has none."""
     if spec.lora is not None:
         return spec.lora
     stored = [json.loads((Path(ref.path) / "adapter_config.json").read_text()) for ref in spec.adapters.values()]
     if not stored:
         return LoraConfig()
     widest = max(stored, key=lambda config: config["r"] * len(config["target_modules"]))
-    return LoraConfig(r=widest["r"], target_modules=tuple(widest["target_modules"]))
+    return LoraConfig(
+        r=widest["r"], target_modules=tuple(widest["target_modules"]), dropout=widest.get("lora_dropout", 0.0)
+    )
 
 
 def _pack_tokens(planned: Callable[[int], object]) -> int:
@@ -186,13 +205,19 @@ def open_engine(
     longest = max(n_tokens[rows[name]] for name in names)
     config_path = Path(spec.model.path) / "config.json"
     config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
+    lora = _lora_of(spec)
+    dropout = 0.0 if optimizer is None else lora.dropout
+    on_gpu = group.device.type == "cuda"
     model_type = str(config.get("model_type", "unknown"))
-    name, why = choose_engine(spec.base, model_type, longest, on_gpu=group.device.type == "cuda")
+    covered = model_type in LONG_CONTEXT_FAMILIES
+    window_tokens = window_of(AutoConfig.for_model(**config)) if covered else None
+    name, why = choose_engine(
+        spec.base, model_type, longest, on_gpu=on_gpu, dropout=dropout, window_tokens=window_tokens
+    )
     budget = budget or measured_budget(spec.base, group)
-    if budget is None or model_type not in LONG_CONTEXT_FAMILIES:
+    if budget is None or not covered:
         scorer = LongContextScorer(lambda n: unlimited_plan(config, n)) if name == "long_context" else token_logprobs
         return Engine(name, why, scorer, longest, model_config=config)
-    lora = _lora_of(spec)
     setup = memory_setup(
         spec.base,
         lora_rank=lora.r,
@@ -205,7 +230,7 @@ def open_engine(
         return Engine(name, why, token_logprobs, longest, model_config=config, setup=setup, budget=budget)
     plan_and_ledger = scoring_plan if optimizer is None else training_plan
 
-    @lru_cache
+    @cache  # a plan takes about 20 ms, and a stage may have more lengths than a default cache holds
     def planned(length: int, several_blocks: bool = False) -> tuple[MemoryPlan, Ledger]:
         return plan_and_ledger(config, length, setup.model_copy(update={"several_blocks": several_blocks}), budget)
 

@@ -238,6 +238,7 @@ def _load(
     base = load_base(spec.model, spec.base, group.device, engine.longest_tokens)
     join(group)
     model = new_adapter(base, spec.lora, config.seed)
+    engine.agree_on_attention(model, group)
     engine.pin_host(group.device)
     checkpointing = engine.name == "plain" and group.device.type == "cuda"
     settings = trainer_settings(

@@ -38,7 +38,7 @@ class ModelConfig(Section):
     engine: Literal["auto", "plain", "long_context"] = Field(
         default="auto",
         description="what computes log-probabilities: the model's own forward (plain), or the walk for long branches; "
-        "auto: long_context on a GPU when a branch is longer than 8,192 tokens",
+        "auto: long_context on a GPU where it covers model and adapter",
     )
     gpu_gib: float | None = Field(
         default=None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training_inputs import float64_norm, make_adapter, make_model, make_tables, simpo_spec
+from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from engine import evaluate, loading, preference, sft
+from engine import evaluate, loading, preference, scorers, sft
+from engine.attention import BACKENDS
 from engine.budget import Budget, choose_engine, scoring_plan, training_plan
 from engine.choose import longest_branch
 from engine.collectives import Group
 from engine.data import BranchTable
-from engine.layers import PACK_TOKENS, LongContextScorer
+from engine.layers import PACK_TOKENS, LongContextScorer, window_of
 from engine.memory import GIB, Setup
 from engine.scorers import open_engine
 from engine.scores import token_logprobs
@@ -97,24 +101,89 @@ def test_evaluation_gives_the_same_scores_with_both_engines(spec: TrainSpec) -> 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "on_gpu", "family", "backend", "expected"),
+    ("on_gpu", "family", "options", "expected"),
     [
-        (8_192, True, "qwen3", "transformers", "plain"),
-        (8_193, True, "qwen3", "transformers", "long_context"),
-        (80_000, False, "qwen3", "transformers", "plain"),
-        (80_000, True, "gemma3_text", "transformers", "plain"),
-        (80_000, True, "qwen3", "unsloth", "plain"),
+        (True, "qwen3", {}, "long_context"),
+        (True, "mistral", {"window_tokens": 4_096}, "long_context"),
+        (True, "mistral", {"window_tokens": 4_095}, "plain"),
+        (True, "qwen3", {"dropout": 0.05}, "plain"),
+        (False, "qwen3", {}, "plain"),
+        (True, "gemma3_text", {}, "plain"),
+        (True, "qwen3", {"backend": "unsloth"}, "plain"),
     ],
 )
-def test_auto_takes_the_long_context_engine_where_it_pays(
-    tokens: int, on_gpu: bool, family: str, backend: Any, expected: str
+def test_auto_takes_the_long_context_engine_where_it_computes_the_same(
+    on_gpu: bool, family: str, options: dict[str, Any], expected: str
 ) -> None:
-    assert choose_engine(ModelConfig(backend=backend), family, tokens, on_gpu=on_gpu)[0] == expected
+    base = ModelConfig(backend=options.pop("backend", "transformers"))
+    assert choose_engine(base, family, 4_096, on_gpu=on_gpu, **options)[0] == expected
 
 
-def test_long_context_on_a_model_that_it_does_not_cover_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="the long-context engine covers llama, mistral, qwen2, qwen3"):
-        choose_engine(ModelConfig(engine="long_context"), "gemma3_text", 100, on_gpu=True)
+@pytest.mark.parametrize(
+    ("family", "options", "problem"),
+    [
+        ("gemma3_text", {}, "gemma3_text loaded by transformers (it covers llama, mistral, qwen2, qwen3"),
+        ("qwen3", {"dropout": 0.05}, "LoRA dropout (0.05)"),
+        ("mistral", {"window_tokens": 50}, "a sliding window of 50 tokens on a branch of 100"),
+    ],
+)
+def test_long_context_where_it_would_not_compute_the_same_is_a_user_error(
+    family: str, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(f"the long-context engine does not cover {problem}")):
+        choose_engine(ModelConfig(engine="long_context"), family, 100, on_gpu=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "window_tokens"),
+    [
+        ({"model_type": "llama"}, None),
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 64}, None),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
+        ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 99}, None),
+    ],
+)
+def test_the_window_is_that_of_transformers_reading_of_a_config(
+    config: dict[str, Any], window_tokens: int | None
+) -> None:
+    assert window_of(AutoConfig.for_model(**config)) == window_tokens
+
+
+def test_dropout_counts_where_something_is_trained(spec: TrainSpec) -> None:
+    """A stage that trains under dropout takes the plain engine; evaluation, which draws no mask, does not mind."""
+    folder = Path(spec.adapters["start"].path)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.1}))
+    branches, run = BranchTable(spec.branches), with_engine(spec, "long_context")
+    with pytest.raises(UserError, match=r"does not cover LoRA dropout \(0.1\)"):
+        open_engine(run, branches, ["good-3"], Group(), optimizer=OPTIMIZER, accumulating=True)
+    assert open_engine(run, branches, ["good-3"], Group(), optimizer=None, accumulating=False).name == "long_context"
+
+
+def test_all_ranks_take_the_attention_kernel_that_is_fastest_on_them_together(
+    spec: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank found flash faster, the other cuDNN by more; flash-attn is not installed here."""
+    engine = open_engine(
+        with_engine(spec, "long_context"), BranchTable(spec.branches), ["good-3"], Group(), optimizer=OPTIMIZER,
+        accumulating=True,
+    )  # fmt: skip
+    scorer = engine.scorer
+    assert isinstance(scorer, LongContextScorer)
+    other_s = {"cudnn": 1.0, "flash": 1.5, "flash_attn": 0.1}
+
+    def gathered(_: Group, own_K: torch.Tensor) -> torch.Tensor:
+        return torch.stack([own_K, torch.tensor([other_s.get(name, math.inf) for name in BACKENDS])])
+
+    monkeypatch.setattr(scorers, "gather", gathered)
+    scorer.backend, scorer.probe_s = BACKENDS["flash"], {"cudnn": 1.2, "flash": 1.0}
+    engine.agree_on_attention(torch.nn.Module(), Group(world_size=2))
+    assert scorer.backend.name == "cudnn"
+    scorer.probe_s = {"cudnn": math.inf}
+    engine.agree_on_attention(torch.nn.Module(), Group(world_size=2))
+    assert scorer.backend.name == "math", "no kernel runs on both"
 
 
 def test_over_budget_is_refused_before_the_model_is_loaded(
