@@ -2,61 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.engine_case import Case
 from benchmarks.engine_common import N_SCORED, cap_device, median, peaks, random_branch, warm
-from engine.attention import AttentionBackend
+from engine.attention import BACKENDS, AttentionBackend
 from engine.choose import choose_plan
 from engine.layers import LongContextScorer
 from engine.memory import GIB, Setup, predict
 from engine.plan import FIELDS, LayerPlan, MemoryPlan, Place
 from engine.segments import one_row, scored_queries
-
-
-@dataclass(frozen=True)
-class Case:
-    """TOKENS@GIB[,steps=N][,groups=N][,stride=N][,staged=1][,place=device][,plan_gib=G][,profile=1][,layers=N]
-
-    steps: optimiser steps, each on data of its own. groups: groups of key-value heads, in place of the plan's. stride:
-    the MLP's wide projections of every so many layers on the host. staged=1: q, k, v staged through the host, whether
-    the plan needs that or not. place=device: what the plan keeps on the host is
-    kept on the device. plan_gib: the plan is made for so much, while the allocator may use GIB. profile: the last step
-    is profiled as well. layers: a forward, and the backward of so many layers only: the memory of a branch is at its
-    peak from the first of them on.
-    """
-
-    n_tokens: int
-    gib: float
-    text: str = ""
-    steps: int = 3
-    groups: int | None = None
-    stride: int | None = None
-    staged: bool = False
-    place: str = "host"
-    plan_gib: float | None = None
-    profile: bool = False
-    layers: int | None = None
-
-
-def case_of(text: str) -> Case:
-    head, *options = text.split(",")
-    tokens, gib = head.split("@")
-    given = dict(option.split("=", 1) for option in options)
-    kinds: dict[str, Any] = dict.fromkeys(("steps", "groups", "stride", "layers"), int)
-    kinds |= {"place": str, "plan_gib": float}
-    kinds |= dict.fromkeys(("profile", "staged"), lambda value: value == "1")
-    if unknown := given.keys() - kinds.keys():
-        raise argparse.ArgumentTypeError(f"no option {', '.join(sorted(unknown))}")
-    return Case(int(tokens), float(gib), text, **{name: kinds[name](value) for name, value in given.items()})
 
 
 class Bench:
@@ -151,14 +114,15 @@ def n_last_rows(branch: tuple[Tensor, ...]) -> int:
 def steps_of(bench: Bench, case: Case) -> Iterator[dict[str, Any]]:
     """Forward, backward and optimiser step, `case.steps` times, each measured."""
     optimiser = torch.optim.AdamW(bench.trained, lr=1e-5, fused=bench.device.type == "cuda")
-    whole = bench.scorer.choose_backend(bench.model, case.n_tokens, bench.device)
+    probed = bench.scorer.choose_backend(bench.model, case.n_tokens, bench.device)
+    bench.scorer.backend = whole = BACKENDS[case.attention] if case.attention else probed
     if case.layers is not None:
         bench.scorer.backend = stop_after(whole, case.layers * bench.plans[case.n_tokens].head_groups)
     try:
-        for step in range(case.steps):
-            yield _step(bench, optimiser, bench.branch(case.n_tokens, step))
+        for step, n_tokens in enumerate(case.lengths):
+            yield _step(bench, optimiser, bench.branch(n_tokens, step))
     finally:
-        bench.scorer.backend = whole
+        bench.scorer.backend = probed
 
 
 def _step(bench: Bench, optimiser: torch.optim.Optimizer, branch: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -187,7 +151,8 @@ def _step(bench: Bench, optimiser: torch.optim.Optimizer, branch: tuple[Tensor, 
 def run_case(bench: Bench, case: Case) -> dict[str, Any]:
     """Timed steps of one length under one plan, with the ledger beside what was allocated."""
     bench.fresh(case.gib)
-    plan = bench.plans[case.n_tokens] = bench.plan(case)
+    bench.plans |= {n_tokens: bench.plan(replace(case, n_tokens=n_tokens)) for n_tokens in case.lengths}
+    plan = bench.plans[case.n_tokens]
     records = list(steps_of(bench, case))
     steps_s = [record["step_s"] for record in records]
     step_s = median(warm(steps_s))
@@ -209,7 +174,8 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
         "host_gib": round(bench.scorer.host_bytes / GIB, 2),
         "host_plan_gib": round(ledger.host_bytes / GIB, 2),
         "n_last_rows": records[0]["n_last_rows"],
-        "attention": bench.scorer.backend.name if bench.scorer.backend else None,
+        "attention": case.attention or (bench.scorer.backend.name if bench.scorer.backend else None),
+        **({"lengths": case.lengths} if case.shorter else {}),
         "finite": all(record["finite"] for record in records),
         "grad_norms": [float(f"{record['grad_norm']:.4g}") for record in records],
         "plan": plan_summary(plan),

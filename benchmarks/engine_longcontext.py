@@ -19,7 +19,14 @@ And where time is left, what fills the curve and stands beside it:
         --peers transformers:8192 trl:8192 transformers:16384 trl:16384 --last 65536@23.5,stride=2,steps=2 \
         --host-gib 110 --deadline-s 560 --commit COMMIT
 
-A case is TOKENS@GIB with options (`benchmarks.engine_cases.Case`): the branch's length and the device memory allowed,
+What a length costs that is new to all caches, with the kernel that builds a graph for it and with one that does not:
+
+    python -m benchmarks.engine_longcontext out/lengths.jsonl 4096@23.5,steps=8 4096@23.5,steps=8,shorter=64 \
+        4096@23.5,steps=8,shorter=64,attention=flash 8192@23.5,steps=8 8192@23.5,steps=8,shorter=64 \
+        8192@23.5,steps=8,shorter=64,attention=flash 2048@23.5,steps=8 1024@23.5,steps=8 \
+        --host-gib 20 --deadline-s 200 --commit COMMIT
+
+A case is TOKENS@GIB with options (`benchmarks.engine_case.Case`): the branch's length and the device memory allowed,
 the allocator held to it. Every step is a forward, a backward and an optimiser step on data of its own. A case's row is
 on the disk as soon as it is measured. One that fails leaves a row with its error, one that would pass the deadline a
 row that says it was skipped, and the next one is tried. Unsloth runs right after the first cases, in a process of its
@@ -40,7 +47,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.engine_cases import case_of
+from benchmarks.engine_case import case_of
 from benchmarks.engine_run import measure
 
 

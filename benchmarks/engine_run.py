@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine_cases import Bench, Case, first_token_check, idle_of_step, run_case, setup_of
+from benchmarks.engine_case import Case
+from benchmarks.engine_cases import Bench, first_token_check, idle_of_step, run_case, setup_of
 from benchmarks.engine_common import append_result, config_dict, machine, random_nf4_model, with_lora
 from benchmarks.engine_floor import attention_forward_s, floor_s, measured_peaks
 from benchmarks.engine_peers import run_peer
@@ -126,7 +127,12 @@ class _Measurement:
         if cases:
             self.pin()
         for case in cases:
-            self._walk(dataclasses.replace(case, n_tokens=self._length(case.n_tokens)))
+            self._walk(self._shrunk(case) if self.dry else case)
+
+    def _shrunk(self, case: Case) -> Case:
+        """The case at its dry length, with the one attention there is on a CPU."""
+        shorter = -(-case.shorter // DRY_SHRINK)
+        return dataclasses.replace(case, n_tokens=self._length(case.n_tokens), shorter=shorter, attention=None)
 
     def _walk(self, case: Case) -> None:
         floor = self._floor_s(case.n_tokens)

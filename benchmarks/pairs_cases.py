@@ -34,6 +34,8 @@ def seen_in_order(lengths: Lengths) -> Lengths:
 
 SHORT = [(2048, 1800)]
 MIX = log_uniform(24, 1024, 16_384)
+UNEVEN = log_uniform(24, 4096, 49_152)
+FEW_SHORT = log_uniform(10, 1024, 2048)
 EVEN = [(16_384, 16_384)] * 3 + [(32_768, 32_768)] * 3
 LONG = [(81_851, 81_851)] * 5 + [(131_072, 131_072)] * 3
 ONE_STEP = {"save_steps": 1}
@@ -46,6 +48,8 @@ CASES: dict[str, Case] = {
     "even-one": Case(seen_in_order(EVEN), 1, simpo={"plan": "sequential"}, host_gib=59),
     "mix-in-order": Case(MIX, simpo={"plan": "parallel", "balanced": False, "accumulation": 8}),
     "mix-auto": Case(MIX, simpo={"accumulation": 8}),
+    "uneven-in-order": Case(UNEVEN, simpo={"plan": "parallel", "balanced": False, "accumulation": 8}, host_gib=96),
+    "uneven-auto": Case(UNEVEN, simpo={"accumulation": 8}, host_gib=96),
     "exact-two": Case(SHORT, simpo={"plan": "parallel"} | ONE_STEP),
     "exact-one": Case(SHORT, 1, simpo={"plan": "sequential"} | ONE_STEP),
     "exact-one-again": Case(SHORT, 1, simpo={"plan": "sequential"} | ONE_STEP),
@@ -54,6 +58,8 @@ CASES: dict[str, Case] = {
     "fixed-two": Case(SHORT, simpo={"plan": "parallel"} | ONE_STEP, base=WALK | {"deterministic": True}),
     "fixed-one": Case(SHORT, 1, simpo={"plan": "sequential"} | ONE_STEP, base=WALK | {"deterministic": True}),
     "fifty-steps": Case(log_uniform(50, 1024, 2048), simpo={"plan": "parallel", "save_steps": 50}),
+    "short-plain": Case(FEW_SHORT, 1, simpo={"plan": "sequential"}, base={"engine": "plain"}),
+    "short-walk": Case(FEW_SHORT, 1, simpo={"plan": "sequential"}, base=WALK),
     "sft": Case(log_uniform(4, 2048, 16_384), 1, stage="sft"),
     "evaluate": Case(log_uniform(4, 2048, 12_288), 1, stage="evaluate"),
     "unsloth-sft": Case(log_uniform(4, 1024, 4096), 1, stage="sft", base={"backend": "unsloth"}),

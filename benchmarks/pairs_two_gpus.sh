@@ -16,10 +16,14 @@ run() { # run NAME.jsonl CASE...: until the deadline
 
 mkdir -p "$out"
 python3 -m benchmarks.pairs_two_gpus prepare --folder "$folder" $dry || exit 1
-CUDA_VISIBLE_DEVICES=0 run card0.jsonl shared-prefix fixed-one sft &
+CUDA_VISIBLE_DEVICES=0 run card0.jsonl fixed-one sft &
+CUDA_VISIBLE_DEVICES=1 run card1.jsonl short-walk short-plain &
+wait
+run both.jsonl fixed-two
+python3 -m benchmarks.pairs_two_gpus compare "$out/both.jsonl" --folder "$folder" fixed-two fixed-one
+run both.jsonl uneven-auto uneven-in-order even-two mix-auto mix-in-order fifty-steps
+CUDA_VISIBLE_DEVICES=0 run card0.jsonl shared-prefix &
 CUDA_VISIBLE_DEVICES=1 run card1.jsonl even-one whole-again &
 wait
-run both.jsonl fixed-two even-two
-python3 -m benchmarks.pairs_two_gpus compare "$out/both.jsonl" --folder "$folder" fixed-two fixed-one
-run both.jsonl mix-auto mix-in-order fifty-steps long-131072
+run both.jsonl long-131072
 cat "$out"/card0.jsonl "$out"/card1.jsonl >> "$out/both.jsonl"

@@ -14,16 +14,8 @@ from conftest import REPOSITORY
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import engine_longcontext
-from benchmarks.engine_cases import (
-    BackwardStoppedError,
-    Bench,
-    Case,
-    case_of,
-    first_token_check,
-    run_case,
-    setup_of,
-    stop_after,
-)
+from benchmarks.engine_case import Case, case_of
+from benchmarks.engine_cases import BackwardStoppedError, Bench, first_token_check, run_case, setup_of, stop_after
 from benchmarks.engine_common import config_dict, warm, with_lora
 from benchmarks.engine_floor import floor_s
 from benchmarks.engine_run import TINY, Run
@@ -45,6 +37,9 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_a_case_is_read_from_its_text() -> None:
     text = "65536@23.5,steps=4,groups=2,stride=2,staged=1,place=device,plan_gib=20,profile=1,layers=3"
     assert case_of(text) == Case(65_536, 23.5, text, 4, 2, 2, True, "device", 20.0, True, 3)
+    assert case_of("4096@11,shorter=64,attention=flash") == Case(
+        4096, 11.0, "4096@11,shorter=64,attention=flash", shorter=64, attention="flash"
+    )
     assert case_of("4096@11") == Case(4096, 11.0, "4096@11")
     with pytest.raises(argparse.ArgumentTypeError, match="no option tile"):
         case_of("4096@11,tile=3")
@@ -75,6 +70,19 @@ def test_a_backward_of_some_layers_only(bench: Bench) -> None:
         assert stopping.backward(q, q, k, v, out, lse, 1.0, True)[0].shape == q.shape
     with pytest.raises(BackwardStoppedError):
         stopping.backward(q, q, k, v, out, lse, 1.0, True)
+
+
+def test_steps_of_lengths_that_no_cache_knows(bench: Bench) -> None:
+    """Each under a plan for its own length; the kernel that was asked for is the case's only."""
+    found = run_case(bench, case_of("200@4,steps=3,shorter=16,attention=math"))
+    assert found["lengths"] == [200, 184, 168]
+    assert found["attention"] == "math"
+    assert {184, 168} <= bench.plans.keys()
+    assert len(set(found["grad_norms"])) == 3
+    assert "lengths" not in run_case(bench, case_of("200@4,steps=1"))
+    with pytest.raises(KeyError):
+        run_case(bench, case_of("200@4,steps=1,attention=none"))
+    assert bench.scorer.backend == BACKENDS["math"]
 
 
 def test_the_host_buffer_of_a_run_is_the_one_that_was_pinned_for_it(bench: Bench) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import pairs_two_gpus
+from benchmarks import pairs_results, pairs_two_gpus
 from benchmarks.made_up import log_uniform, scored_spans
 from benchmarks.pairs_cases import CASES, EVEN, seen_in_order
 from engine.schedule import training_windows
@@ -52,3 +53,29 @@ def test_one_case_from_made_up_weights_to_a_compared_gradient(tmp_path: Path) ->
     assert same["largest_step"] == pytest.approx(5e-6, rel=1e-2)
     norm = float(pairs_two_gpus.first_gradient(tmp_path / "fixed-one").norm())
     assert norm == pytest.approx(min(1.0, case["steps"][0]["grad_norm"]), rel=1e-3)
+
+
+def test_results_are_merged_as_one_run() -> None:
+    """The case measured last counts, floats have 5 digits, a comparison goes with its first case."""
+    old = {"machine": {}, "runs": [{"commit": "a"}], "comparisons": []}
+    lines: list[dict[str, Any]] = [
+        {"what": "machine", "time": "today", "commit": "b"},
+        {"what": "case", "case": "one", "wall_s": 1.0},
+        {"what": "step", "case": "one", "line": "step 1/1"},
+        {"what": "comparison", "cases": ["two", "one"], "gradient_cosine": 0.123456789},
+        {"what": "case", "case": "one", "steps": [{"loss": 0.123456789}], "plan": "auto"},
+    ]
+    found = pairs_results.merged(old, lines, ["one"], "a note", True)
+    assert found["runs"] == [
+        {"commit": "a"},
+        {
+            "time": "today", "commit": "b", "alone": True, "note": "a note",
+            "cases": [{"case": "one", "steps": [{"loss": 0.12346}], "plan": "auto"}],
+        },
+    ]  # fmt: skip
+    assert found["comparisons"] == []
+    lines.append({"what": "case", "case": "two"})
+    both = pairs_results.merged(old, lines, [], "", False)
+    assert both["comparisons"] == [{"cases": ["two", "one"], "gradient_cosine": 0.12346, "commit": "b"}]
+    with pytest.raises(ValueError, match="not measured: three"):
+        pairs_results.merged(old, lines, ["one", "three"], "", True)
