@@ -143,6 +143,15 @@ def gather(group: Group, values_K: Tensor) -> Tensor:
     return all_RK.cpu()
 
 
+def least(group: Group, value: int) -> int:
+    """The smallest of what the ranks give: what every one of them can do.
+
+    Raises:
+        PeerLostError: a rank died.
+    """
+    return int(gather(group, torch.tensor([value], dtype=torch.float64)).min())
+
+
 def swap(group: Group, peer: int, value: float) -> float:
     """Gives a number to another rank and returns the one it gives; float64.
 

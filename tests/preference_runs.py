@@ -49,7 +49,13 @@ def run_ranks(spec: TrainSpec, world_size: int, folder: Path) -> list[dict[str, 
 
 
 def start_ranks(
-    spec: TrainSpec, world_size: int, folder: Path, *, disturbed: str = "", timeout_s: float = 240
+    spec: TrainSpec,
+    world_size: int,
+    folder: Path,
+    *,
+    disturbed: str = "",
+    narrow_tokens: int = 0,
+    timeout_s: float = 240,
 ) -> tuple[list[str], list[int | None]]:
     """What each of the processes printed, and its exit status."""
     folder.mkdir()
@@ -66,7 +72,8 @@ def start_ranks(
         for rank in range(world_size):
             launch = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": store.host, "MASTER_PORT": store.port}
             launch |= {"TORCHELASTIC_USE_AGENT_STORE": True}
-            ranks.append(context.Process(target=preference_worker.rank, args=(launch, folder, disturbed)))
+            arguments = (launch, folder, disturbed, narrow_tokens)
+            ranks.append(context.Process(target=preference_worker.rank, args=arguments))
             ranks[-1].start()
     deadline = time.monotonic() + timeout_s
     for rank in ranks:

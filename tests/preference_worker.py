@@ -73,12 +73,13 @@ def window_gradient(spec: TrainSpec, group: Group) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
-def rank(launch: dict[str, Any], folder: Path, disturbed: str) -> None:
+def rank(launch: dict[str, Any], folder: Path, disturbed: str, narrow_tokens: int) -> None:
     """Trains by `folder/spec.json` into `folder/out`; prints to rank<r>.log, leaves rank<r>.pt.
 
     Args:
         launch: what `torch.distributed.run` would set.
         disturbed: name of a parameter that rank 1 changes a little at every score; none when empty.
+        narrow_tokens: most tokens of a pair that rank 1 could walk whole; 0: as many as the others.
     """
     os.environ |= {name: str(value) for name, value in launch.items()}
     log = os.open(folder / f"rank{launch['RANK']}.log", os.O_WRONLY | os.O_CREAT)
@@ -88,6 +89,8 @@ def rank(launch: dict[str, Any], folder: Path, disturbed: str) -> None:
     setattr(Qwen3RMSNorm, "forward", float64_norm)  # noqa: B010
     group = group_of(take_launch(), torch.device("cpu"))
     join(group, timeout_s=120)
+    if narrow_tokens and group.rank == 1:
+        setattr(preference, "_max_packed_tokens", lambda *_: narrow_tokens)  # noqa: B010
     spec = TrainSpec.model_validate_json((folder / "spec.json").read_text())
     assert spec.simpo is not None
     gradient = window_gradient(spec, group)
