@@ -61,7 +61,9 @@ def _with_layers(plan: MemoryPlan, layers: list[LayerPlan]) -> MemoryPlan:
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest count in 0..limit for which `fits` holds, given that it holds below whenever it holds above."""
-    low, high = 0, limit
+    if fits(limit):  # short branches keep all: one question then, in place of one for every halving
+        return limit
+    low, high = 0, limit - 1
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
