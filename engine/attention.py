@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from schemas.errors import StageError
+
 _MATH_ROWS = 512  # query rows whose scores are alive at once in the plain version
 
 
@@ -179,7 +181,7 @@ def _flash_attn_backward(
     backward(
         grad_out_THE[None], q_THE[None], k_MKE[None], v_MKE[None], out_THE[None], lse_HT[None].contiguous(),
         grad_q[None], grad_k[None], grad_v[None], 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1,
-        softcap=0.0, alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
+        softcap=0.0, alibi_slopes=None, deterministic=False,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
 
@@ -193,7 +195,11 @@ BACKENDS = {
 
 
 def _probe_s(backend: AttentionBackend, n_tokens: int, heads: tuple[int, int], head_size: int) -> float:
-    """Seconds of one warm forward + backward on random bfloat16 data, or infinity when the backend refuses."""
+    """Seconds of one warm forward + backward on random bfloat16 data, or infinity when the backend refuses.
+
+    Raises:
+        torch.OutOfMemoryError: which says nothing of the backend.
+    """
     shapes = [(n_tokens, n, head_size) for n in (heads[0], heads[1], heads[1])]
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
     seconds = math.inf
@@ -206,17 +212,21 @@ def _probe_s(backend: AttentionBackend, n_tokens: int, heads: tuple[int, int], h
             end.record()
             end.synchronize()
             seconds = start.elapsed_time(end) / 1e3
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ImportError):
         return math.inf
     return seconds
 
 
 def _fused_names() -> list[str]:
-    """Backends to probe. Where kernels are to add in a fixed order, cuDNN is out: its backward has no such order.
-    PyTorch leaves it out of its own choice then, but an operator called by name is not asked. Flash then uses one.
+    """Backends to probe. Where kernels are to add in a fixed order it is one, whatever the clock says: PyTorch's flash,
+    which has such a backward. cuDNN's has none (PyTorch leaves it out of its own choice then, but does not ask about an
+    operator that is called by name).
     """
-    names = [] if torch.are_deterministic_algorithms_enabled() else ["cudnn"]
-    return [*names, "flash"] + (["flash_attn"] if importlib.util.find_spec("flash_attn") else [])
+    if torch.are_deterministic_algorithms_enabled():
+        return ["flash"]
+    return ["cudnn", "flash"] + (["flash_attn"] if importlib.util.find_spec("flash_attn") else [])
 
 
 def probe_backends(
@@ -233,6 +243,14 @@ def probe_backends(
 
 
 def fastest(seconds: Mapping[str, float]) -> AttentionBackend:
-    """The backend that took least; the plain one where none could be timed."""
-    best = min(seconds, key=lambda name: seconds[name], default="math")
-    return BACKENDS["math" if math.isinf(seconds.get(best, math.inf)) else best]
+    """The backend that took least; the plain one where there was none to time.
+
+    Raises:
+        StageError: all refused. The plain one would take their place at a tiny part of their speed.
+    """
+    if not seconds:
+        return BACKENDS["math"]
+    best = min(seconds, key=lambda name: seconds[name])
+    if math.isinf(seconds[best]):
+        raise StageError(f"no fused attention kernel runs on this GPU (tried {', '.join(sorted(seconds))})")
+    return BACKENDS[best]

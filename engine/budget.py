@@ -129,8 +129,9 @@ def memory_setup(
     optimizer: OptimizerConfig | None,
     n_scored: int,
     accumulating: bool,
+    n_multiprocessors: int = 0,
 ) -> Setup:
-    """The ledger's view of a stage. `optimizer` None: nothing is trained."""
+    """The ledger's view of a stage. `optimizer` None: nothing is trained. n_multiprocessors: of the GPU."""
     formats: dict[str, BaseFormat] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
     optimiser: Optimiser = "none"
     if optimizer is not None:
@@ -142,6 +143,7 @@ def memory_setup(
         optimiser=optimiser,
         n_scored=n_scored,
         accumulating=accumulating,
+        ordered_on=n_multiprocessors if base.deterministic else 0,
     )
 
 

@@ -6,10 +6,12 @@ Shapes: R ranks, K values, G gradient elements of all trainable parameters, in t
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +34,13 @@ _LAUNCH_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+
+
+MEETING_TIMEOUT_S = 1800.0
+"""Models are loaded in it, by the slowest rank as well."""
+
+COLLECTIVE_TIMEOUT_S = 86_400.0
+"""A rank may wait for another's pair, hours at 262K tokens on a slow card. Dead ranks are noticed by the launcher."""
 
 
 class PeerLostError(StageError):
@@ -89,29 +98,68 @@ def group_of(launch: Launch, device: torch.device) -> Group:
     return Group(launch.rank, launch.world_size, "nccl" if device.type == "cuda" else "gloo", device, launch)
 
 
-def join(group: Group, *, timeout_s: float = 1800.0) -> None:
-    """Meets the other ranks, once. The model is loaded before: unsloth takes a process group for one it should use.
+@cache
+def _store(launch: Launch) -> PrefixStore:
+    """Where ranks find each other's words before they meet as a process group.
 
     Raises:
-        PeerLostError: the others did not come within the time-out.
+        PeerLostError: nobody hosts it.
     """
-    if group.world_size == 1 or dist.is_initialized():
-        return
-    launch, timeout = group.launch, timedelta(seconds=timeout_s)
     try:
         store = TCPStore(
             launch.host,
             launch.port,
             launch.world_size,
             is_master=launch.rank == 0 and not launch.store_is_hosted,
-            timeout=timeout,
+            timeout=timedelta(seconds=MEETING_TIMEOUT_S),
         )
+    except (RuntimeError, dist.DistError) as error:
+        raise PeerLostError(f"rank {launch.rank} could not reach the other ranks: {error}") from error
+    return PrefixStore(f"traceforge/{launch.attempt}", store)
+
+
+def _tell(group: Group, name: str, value: str) -> list[str]:
+    """What every rank says of this, in rank order; for before `join`, once a name. PeerLostError: one says nothing."""
+    launch = group.launch
+    try:
+        _store(launch).set(f"{name}/{launch.rank}", value)
+        return [_store(launch).get(f"{name}/{rank}").decode() for rank in range(launch.world_size)]
+    except (RuntimeError, dist.DistError) as error:
+        raise PeerLostError(f"rank {launch.rank} heard nothing of another rank's {name}: {error}") from error
+
+
+def least(group: Group, name: str, values: Sequence[int]) -> list[int]:
+    """The smallest of each value over the ranks: what all of them have. For before `join`, once a name.
+
+    Raises:
+        PeerLostError: a rank died.
+    """
+    if group.world_size == 1:
+        return list(values)
+    told = [json.loads(text) for text in _tell(group, name, json.dumps(list(values)))]
+    return [min(column) for column in zip(*told, strict=True)]
+
+
+def join(group: Group) -> None:
+    """Meets the other ranks, once. The model is loaded before: unsloth takes a process group for one it should use.
+
+    Raises:
+        PeerLostError: the others did not come within `MEETING_TIMEOUT_S`.
+        StageError: a rank has a GPU and another has none: they have no way to talk.
+    """
+    if group.world_size == 1 or dist.is_initialized():
+        return
+    launch, kinds = group.launch, _tell(group, "device", group.device.type)
+    if len(set(kinds)) > 1:
+        found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise StageError(f"all ranks need a GPU, or none may have one ({found})")
+    try:
         dist.init_process_group(
             group.backend,
-            store=PrefixStore(f"traceforge/{launch.attempt}", store),
+            store=_store(launch),
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
     except (RuntimeError, dist.DistError) as error:
         raise PeerLostError(f"rank {launch.rank} could not reach the other ranks: {error}") from error
@@ -141,15 +189,6 @@ def gather(group: Group, values_K: Tensor) -> Tensor:
     except (RuntimeError, dist.DistError) as error:
         raise _lost(group, error) from error
     return all_RK.cpu()
-
-
-def least(group: Group, value: int) -> int:
-    """The smallest of what the ranks give: what every one of them can do.
-
-    Raises:
-        PeerLostError: a rank died.
-    """
-    return int(gather(group, torch.tensor([value], dtype=torch.float64)).min())
 
 
 def swap(group: Group, peer: int, value: float) -> float:

@@ -46,6 +46,7 @@ class Setup(BaseModel):
     accumulating: bool = False  # gradients of an earlier branch are alive during backward
     align: int = 64  # LoRA columns are padded to this many (1 off the GPU)
     n_last_rows: int | None = None  # rows the last layer computes beyond keys and values; None: all (an upper bound)
+    ordered_on: int = 0  # streaming multiprocessors of a GPU that is to add in a fixed order (0: in any)
     several_blocks: bool = False  # rows packed, or two tails behind a prefix: attention in blocks, merged
 
 
@@ -249,7 +250,9 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
     backward_attention = backward | {
         "group q, k, v": group_tokens * (heads + 2 * key_heads),
         "group gradients": group_tokens * (2 * heads + 2 * key_heads),
-        "attention workspace": attention_workspace_bytes(n_tokens, heads, key_heads, sizes.head_size)
+        "attention workspace": attention_workspace_bytes(
+            n_tokens, heads, key_heads, sizes.head_size, ordered_on=setup.ordered_on
+        )
         if unit == 2
         else 0,
     }
@@ -269,13 +272,18 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
     return moments | {"head": head}
 
 
-def attention_workspace_bytes(n_tokens: int, n_heads: int, n_key_heads: int, head_size: int) -> int:
-    """What cuDNN's attention backward allocates: float32 sums of dq, two float32 a query row, and more for GQA.
+def attention_workspace_bytes(
+    n_tokens: int, n_heads: int, n_key_heads: int, head_size: int, *, ordered_on: int = 0
+) -> int:
+    """What attention's backward allocates: float32 sums of dq, two float32 a query row, and more for GQA.
 
-    With grouped queries, dk and dv are first made per query head and then summed over the heads of a group.
+    With grouped queries, dk and dv are first made per query head and then summed over the heads of a group. To add in a
+    fixed order, flash gives each of its workers that share a head a sum of its own: as many as there are
+    multiprocessors for a head (flash-attention's `mha_bwd`, a batch of one).
     """
     per_head_grads = 2 * head_size * 2 if n_key_heads != n_heads else 0
-    return n_tokens * n_heads * ((head_size + 2) * 4 + per_head_grads)
+    sums = max(1, -(-ordered_on // n_heads))
+    return n_tokens * n_heads * ((sums * head_size + 2) * 4 + per_head_grads)
 
 
 def predict(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup, *, keeps: bool = True) -> Ledger:

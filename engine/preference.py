@@ -16,7 +16,7 @@ import transformers
 from transformers import PrinterCallback, TrainerState, TrainingArguments
 
 from engine import losses
-from engine.collectives import Group, compare_digests, join, least, tensor_digest
+from engine.collectives import Group, compare_digests, join, tensor_digest
 from engine.cost import cost_model
 from engine.data import BranchTable, Pair, read_pairs
 from engine.deal import describe
@@ -191,11 +191,10 @@ def _load(
     if kind.needs_reference:
         names = [name for pair in rows for name in (pair.chosen, pair.rejected)]
         folder = Path(spec.reference_folder or out)
-        references = reference_scores(spec, model, branches, sorted(set(names)), group, folder, scorer)
+        references = reference_scores(spec, model, branches, sorted(set(names)), group, folder, scorer, engine.name)
     pairs = Pairs(rows, branches, loss_of(config), kind, references)
     dropout = float(model.peft_config["default"].lora_dropout)  # type: ignore[attr-defined]
-    # cards with other memory free could hold other lengths, and pairs have to be dealt alike on all ranks
-    max_packed_tokens = least(group, _max_packed_tokens(config, engine, base.config, dropout, group))
+    max_packed_tokens = _max_packed_tokens(config, engine, base.config, dropout, group)
     shares = walked and config.plan in ("auto", "shared_prefix")
     packed = [pairs.packed_tokens(index) for index in range(len(pairs))] if shares else []
     engine.pin_host(group.device, max((n for n in packed if n <= max_packed_tokens), default=0))
@@ -234,7 +233,6 @@ def _compare_ranks(spec: TrainSpec, trainer: PreferenceTrainer, checkpoint: Path
         trainer.group,
         {name: tensor_digest(parameter) for name, parameter in trainer.parameters.items()}
         | {
-            "the kind of device": trainer.group.device.type,
             "the base model": _frozen_sample(trainer.policy),
             "the order of pairs": hashlib.sha256(order.encode()).hexdigest(),
             "who works on which branch": hashlib.sha256(dealt.encode()).hexdigest(),

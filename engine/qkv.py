@@ -42,7 +42,7 @@ class PackedQkv:
         )  # fmt: skip
         self._source_TX, self._fetching = self._packed_TX, False
         self._events: list[torch.cuda.Event | None] = []
-        self._free = transfers.mark()  # since when it may be overwritten
+        self._free: torch.cuda.Event | None = None  # since when it may be overwritten
 
     def tile(self, span: slice) -> Tensor:
         """Where the projections of these tokens are to be written: [N, q|k|v]."""
@@ -58,6 +58,7 @@ class PackedQkv:
         if kept and not filled:
             self._fetching = self._transfers.is_remote(kept[0])
             self._source_TX = self._packed_TX if self._fetching else kept[0].data_TW
+            self._free = self._transfers.mark()  # not since the layer above: attention may have been restored in it
 
     def fetch(self, kept: list[Kept], spans: Sequence[slice]) -> None:
         """Start to bring these tiles of what was kept on the host."""
@@ -79,7 +80,7 @@ class PackedQkv:
 
     def end(self) -> None:
         """The layer's backward is issued."""
-        self._source_TX, self._fetching, self._free = self._packed_TX, False, self._transfers.mark()
+        self._source_TX, self._fetching = self._packed_TX, False
 
 
 class StagedQkv:

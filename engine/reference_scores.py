@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 
+from engine.budget import EngineName
 from engine.collectives import Group, gather
 from engine.data import Branch, BranchTable, collate, to_device
 from engine.scores import Scorer, branch_scores
@@ -40,9 +41,10 @@ def branch_key(branch: Branch) -> str:
     return digest.hexdigest()
 
 
-def file_of(spec: TrainSpec, folder: Path) -> Path:
-    """The file of scores that belong to this model as it is loaded."""
-    identity = [spec.model.sha256, spec.base.dtype, spec.base.quantization, spec.base.backend, "adapter off"]
+def file_of(spec: TrainSpec, folder: Path, engine: EngineName) -> Path:
+    """The file of scores that belong to this model as it is loaded, and to the engine, which rounds in its own way."""
+    base = spec.base
+    identity = [spec.model.sha256, base.dtype, base.quantization, base.backend, engine, "adapter off"]
     return folder / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}.jsonl"
 
 
@@ -96,6 +98,7 @@ def reference_scores(
     group: Group,
     folder: Path,
     scorer: Scorer,
+    engine: EngineName,
 ) -> dict[str, float]:
     """branch_id -> mean log-probability under the base model (nats per scored token), from the file where it has it.
 
@@ -104,7 +107,7 @@ def reference_scores(
     Raises:
         PeerLostError: another rank died.
     """
-    path = file_of(spec, folder)
+    path = file_of(spec, folder, engine)
     keys = {name: branch_key(branches[name]) for name in names}
     known = read_scores(path)
     # one rank may read while another appends: all go by what rank 0 has read

@@ -34,7 +34,7 @@ from engine.budget import (
     unlimited_plan,
 )
 from engine.choose import longest_branch
-from engine.collectives import Group, gather
+from engine.collectives import Group, gather, least
 from engine.data import BranchTable
 from engine.host_memory import host_limits
 from engine.layers import PACK_TOKENS, LongContextScorer, window_of
@@ -87,14 +87,18 @@ class Engine:
         in the timings could have the two sides of a pair round differently. Call it once all have met.
 
         Raises:
+            StageError: none runs on all of them.
             PeerLostError: a rank died.
         """
         if not isinstance(self.scorer, LongContextScorer):
             return
         self.scorer.choose_backend(model, self.longest_tokens, group.device)
-        own_s = [self.scorer.probe_s.get(name, math.inf) for name in BACKENDS]
-        all_s = gather(group, torch.tensor(own_s, dtype=torch.float64)).sum(0).tolist()
-        self.scorer.backend = fastest(dict(zip(BACKENDS, all_s, strict=True)))
+        own_s = self.scorer.probe_s
+        if not own_s:
+            return  # off the GPU there is one
+        all_s = gather(group, torch.tensor([own_s.get(name, math.inf) for name in BACKENDS], dtype=torch.float64))
+        total_s = dict(zip(BACKENDS, all_s.sum(0).tolist(), strict=True))
+        self.scorer.backend = fastest({name: total_s[name] for name in own_s})
 
     def pin_host(self, device: torch.device, pair_tokens: int = 0) -> None:
         """Pins the host buffer once, before step 1: growing it with every longer branch would pin it many times.
@@ -135,21 +139,30 @@ class Engine:
 
 
 def measured_budget(base: ModelConfig, group: Group) -> Budget | None:
-    """Free memory of this rank's GPU, less where the config says so, and its share of the host's. None on a CPU.
+    """What every rank has of its GPU and of the host: free memory, less where the config says so. None on a CPU.
 
     A configured host memory is taken at its word against what the machine shows (a virtual machine may show only the
-    part that was used so far), but not against a control group, which ends a process that goes beyond it.
+    part that was used so far), but not against a control group, which ends a process that goes beyond it. All ranks
+    plan by the least of what they have, so that they compute in tiles of the same sizes.
 
     Raises:
-        UserError: the control group leaves less than `model.host_gib`.
+        UserError: the control group leaves less than `model.host_gib`; or `model.deterministic` without memory that is
+            there in every run, since tiles, and with them the order of sums, follow from it.
+        PeerLostError: another rank died.
     """
     if group.device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(group.device)
-    own_bytes = free_bytes - int(OUTSIDE_ALLOCATOR_GIB[group.world_size > 1] * GIB)
-    if base.gpu_gib is not None:
-        own_bytes = min(free_bytes, int(base.gpu_gib * GIB))
-    return Budget(own_bytes, host_budget(base.host_gib, host_limits()) // group.world_size)
+    free_bytes -= int(OUTSIDE_ALLOCATOR_GIB[group.world_size > 1] * GIB)
+    own_bytes = free_bytes if base.gpu_gib is None else min(free_bytes, int(base.gpu_gib * GIB))
+    if base.deterministic and (base.gpu_gib is None or base.host_gib is None or own_bytes < int(base.gpu_gib * GIB)):
+        raise UserError(
+            f"memory has to be the same in every run, and {free_bytes / GIB:.1f} GiB of this GPU are free now",
+            where="model.deterministic",
+            fix="set model.gpu_gib, to no more than that, and model.host_gib",
+        )
+    host_bytes = host_budget(base.host_gib, host_limits()) // group.world_size
+    return Budget(*least(group, "memory", (own_bytes, host_bytes)))
 
 
 def hold_device(base: ModelConfig, device: torch.device) -> None:
@@ -179,6 +192,10 @@ def _pack_tokens(planned: Callable[[int], object]) -> int:
             planned(PACK_TOKENS >> halvings)
             return PACK_TOKENS >> halvings
     return 0
+
+
+def _n_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def open_engine(
@@ -225,6 +242,7 @@ def open_engine(
         optimizer=optimizer,
         n_scored=max(n_scored[rows[name]] for name in names),
         accumulating=accumulating,
+        n_multiprocessors=_n_multiprocessors(group.device),
     )
     if name == "plain":
         return Engine(name, why, token_logprobs, longest, model_config=config, setup=setup, budget=budget)

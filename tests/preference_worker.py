@@ -88,7 +88,7 @@ def rank(launch: dict[str, Any], folder: Path, disturbed: str, narrow_tokens: in
     torch.set_num_threads(1)
     setattr(Qwen3RMSNorm, "forward", float64_norm)  # noqa: B010
     group = group_of(take_launch(), torch.device("cpu"))
-    join(group, timeout_s=120)
+    join(group)
     if narrow_tokens and group.rank == 1:
         setattr(preference, "_max_packed_tokens", lambda *_: narrow_tokens)  # noqa: B010
     spec = TrainSpec.model_validate_json((folder / "spec.json").read_text())

@@ -40,7 +40,9 @@ def scores(spec: TrainSpec, folder: Path) -> tuple[dict[str, float], int]:
     model = start_model(spec)
     names = [name for pair in read_pairs(spec.pairs, "train") for name in (pair.chosen, pair.rejected)]
     scorer = Counting()
-    return reference_scores(spec, model, BranchTable(spec.branches), names, Group(), folder, scorer), scorer.calls
+    return reference_scores(
+        spec, model, BranchTable(spec.branches), names, Group(), folder, scorer, "plain"
+    ), scorer.calls
 
 
 @torch.no_grad()
@@ -59,9 +61,14 @@ def test_second_run_only_spot_checks(spec: TrainSpec, tmp_path: Path) -> None:
     assert first == second
 
 
+def test_each_engine_has_scores_of_its_own(spec: TrainSpec, tmp_path: Path) -> None:
+    """They round differently, and sums over thousands of tokens would show that: nothing of one serves the other."""
+    assert file_of(spec, tmp_path, "plain") != file_of(spec, tmp_path, "long_context")
+
+
 def test_torn_and_altered_lines_are_computed_again(spec: TrainSpec, tmp_path: Path) -> None:
     first, _ = scores(spec, tmp_path)
-    path = file_of(spec, tmp_path)
+    path = file_of(spec, tmp_path, "plain")
     lines = [line for line in path.read_text().splitlines() if line]
     altered = json.loads(lines[3])
     altered["mean"] -= 0.5
@@ -79,9 +86,9 @@ def test_scores_of_another_model_are_not_trusted(spec: TrainSpec, tmp_path: Path
     first, _ = scores(spec, tmp_path / "right")
     foreign = spec.model_copy(update={"base": spec.base.model_copy(update={"dtype": "float32"})})
     scores(foreign, tmp_path / "foreign")
-    stolen = file_of(spec, tmp_path / "stolen")
+    stolen = file_of(spec, tmp_path / "stolen", "plain")
     stolen.parent.mkdir()
-    stolen.write_text(file_of(foreign, tmp_path / "foreign").read_text())
+    stolen.write_text(file_of(foreign, tmp_path / "foreign", "plain").read_text())
     again, calls = scores(spec, tmp_path / "stolen")
     assert again == first
     assert calls == SPOT_CHECKS + 10

@@ -27,7 +27,7 @@ from engine.scorers import open_engine
 from engine.scores import token_logprobs
 from engine.session import Stop
 from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig, SimpoConfig
-from schemas.errors import UserError
+from schemas.errors import StageError, UserError
 from schemas.spec import TrainSpec
 from tasks.plan import SHAPES
 
@@ -181,9 +181,10 @@ def test_all_ranks_take_the_attention_kernel_that_is_fastest_on_them_together(
     scorer.backend, scorer.probe_s = BACKENDS["flash"], {"cudnn": 1.2, "flash": 1.0}
     engine.agree_on_attention(torch.nn.Module(), Group(world_size=2))
     assert scorer.backend.name == "cudnn"
-    scorer.probe_s = {"cudnn": math.inf}
-    engine.agree_on_attention(torch.nn.Module(), Group(world_size=2))
-    assert scorer.backend.name == "math", "no kernel runs on both"
+    scorer.probe_s = {"cudnn": math.inf, "flash": 1.0}
+    other_s["flash"] = math.inf
+    with pytest.raises(StageError, match="no fused attention kernel runs"):  # on both
+        engine.agree_on_attention(torch.nn.Module(), Group(world_size=2))
 
 
 def test_over_budget_is_refused_before_the_model_is_loaded(
