@@ -53,7 +53,8 @@ class ModelConfig(Section):
     )
     deterministic: bool = Field(
         default=False,
-        description="kernels that add in a fixed order, slower: on a GPU too, equal runs are equal to the last bit",
+        description="kernels that add in a fixed order, slower: on a GPU too, equal runs are equal to the last bit; "
+        "there it needs gpu_gib and host_gib, since tiles, and with them the order of sums, follow from memory",
     )
     chat_template: str = Field(
         default="auto",
