@@ -73,27 +73,8 @@ def host_budget(asked_gib: float | None, limits: Sequence[HostLimit]) -> int:
     return int(asked_gib * GIB)
 
 
-def _uncovered(
-    base: ModelConfig, model_type: str, longest_tokens: int, dropout: float, window_tokens: int | None
-) -> str | None:
-    """What keeps the long-context engine from computing exactly what this model would; None: nothing known by now."""
-    if model_type not in LONG_CONTEXT_FAMILIES or base.backend != "transformers":
-        return f"{model_type} loaded by {base.backend} (it covers {', '.join(LONG_CONTEXT_FAMILIES)} by transformers)"
-    if dropout > 0:
-        return f"LoRA dropout ({dropout:g})"
-    if window_tokens is not None and longest_tokens > window_tokens:
-        return f"a sliding window of {window_tokens:,} tokens on a branch of {longest_tokens:,}"
-    return None
-
-
 def choose_engine(
-    base: ModelConfig,
-    model_type: str,
-    longest_tokens: int,
-    *,
-    on_gpu: bool,
-    dropout: float = 0.0,
-    window_tokens: int | None = None,
+    base: ModelConfig, problem: str | None, longest_tokens: int, *, on_gpu: bool
 ) -> tuple[EngineName, str]:
     """The engine of a stage and the reason; one for all its branches, so that both sides of a pair round alike.
 
@@ -101,13 +82,11 @@ def choose_engine(
     forward, which is what short branches wait for (docs/ENGINE.md has the times).
 
     Args:
-        dropout: of the adapter, where it is trained.
-        window_tokens: within which the model attends; None: it sees all.
+        problem: what keeps the long-context engine from computing exactly what the model would; None: nothing.
 
     Raises:
-        UserError: the config asks for the long-context engine where it would not compute exactly what the model does.
+        UserError: the config asks for the long-context engine, and there is a problem.
     """
-    problem = _uncovered(base, model_type, longest_tokens, dropout, window_tokens)
     if base.engine == "long_context" and problem:
         raise UserError(
             f"the long-context engine does not cover {problem}", where="model.engine", fix='set it to "plain" or "auto"'

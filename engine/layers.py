@@ -35,24 +35,34 @@ def window_of(config: Any) -> int | None:
     return getattr(config, "sliding_window", None) if windowed else None
 
 
+def uncovered(config: Any, n_tokens: int, *, trains: bool) -> str | None:
+    """What the walk would not compute as a model of this transformers config does; None: nothing.
+
+    Args:
+        n_tokens: of the longest branch.
+    """
+    window = window_of(config)
+    if config.model_type not in SUPPORTED_MODELS:
+        return f"model type {config.model_type} (covered: {', '.join(SUPPORTED_MODELS)})"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"activation {config.hidden_act}"
+    if trains and getattr(config, "attention_dropout", 0.0):
+        return f"attention dropout ({config.attention_dropout:g})"
+    if window is not None and n_tokens > window:
+        return f"a sliding window of {window:,} tokens on a branch of {n_tokens:,}"
+    return None
+
+
 def check_model(model: nn.Module, n_tokens: int) -> None:
     """UserError unless the walk computes exactly what this model would, for branches of n_tokens."""
     decoder, head = split_head(model)
-    config: Any = decoder.config
-    problem = None
-    if config.model_type not in SUPPORTED_MODELS:
-        problem = f"model type {config.model_type} (covered: {', '.join(SUPPORTED_MODELS)})"
-    elif config.hidden_act not in ("silu", "swish"):
-        problem = f"activation {config.hidden_act}"
-    elif getattr(head, "bias", None) is not None or hasattr(head, "lora_A"):
+    problem = uncovered(decoder.config, n_tokens, trains=decoder.training)
+    if problem is None and (getattr(head, "bias", None) is not None or hasattr(head, "lora_A")):
         problem = "a bias or an adapter on the LM head"
-    elif decoder.training and getattr(config, "attention_dropout", 0.0):
-        problem = "attention dropout"
-    window = window_of(config)
-    if problem is None and window is not None and n_tokens > window:
-        problem = f"sliding-window attention of {window} tokens on a branch of {n_tokens}"
     if problem is not None:
-        raise UserError(f"the long-context engine does not cover {problem}", fix="use the plain scorer")
+        raise UserError(
+            f"the long-context engine does not cover {problem}", where="model.engine", fix='set it to "plain" or "auto"'
+        )
 
 
 def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -61,7 +71,7 @@ def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     if outside:
         raise UserError(
             f"the long-context engine trains LoRA matrices only, not {outside[0]} ({len(outside)} such)",
-            fix="freeze it, or use the plain scorer",
+            fix='freeze it, or set model.engine to "plain"',
         )
     return [p for _, p in trained]
 

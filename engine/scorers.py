@@ -37,8 +37,8 @@ from engine.choose import longest_branch
 from engine.collectives import Group, gather, least
 from engine.data import BranchTable
 from engine.host_memory import host_limits
-from engine.layers import PACK_TOKENS, LongContextScorer, window_of
-from engine.memory import GIB, Ledger, Setup
+from engine.layers import PACK_TOKENS, LongContextScorer, uncovered
+from engine.memory import ALL_LINEARS, GIB, Ledger, Setup
 from engine.plan import MemoryPlan
 from engine.scores import Scorer, token_logprobs
 from schemas.config import LoraConfig, ModelConfig, OptimizerConfig
@@ -199,6 +199,20 @@ def _pack_tokens(planned: Callable[[int], object]) -> int:
     return 0
 
 
+def _problem(
+    base: ModelConfig, config: dict[str, Any], lora: LoraConfig, longest_tokens: int, *, trains: bool
+) -> str | None:
+    """What keeps the long-context engine from a stage; None: nothing that can be known before the model is loaded."""
+    model_type = config.get("model_type", "unknown")
+    if model_type not in LONG_CONTEXT_FAMILIES or base.backend != "transformers":
+        return f"{model_type} loaded by {base.backend} (it covers {', '.join(LONG_CONTEXT_FAMILIES)} by transformers)"
+    if others := sorted(set(lora.target_modules) - set(ALL_LINEARS)):
+        return f"LoRA on {others[0]}"
+    if trains and lora.dropout > 0:
+        return f"LoRA dropout ({lora.dropout:g})"
+    return uncovered(AutoConfig.for_model(**config), longest_tokens, trains=trains)
+
+
 def _n_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
@@ -228,14 +242,9 @@ def open_engine(
     config_path = Path(spec.model.path) / "config.json"
     config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
     lora = _lora_of(spec)
-    dropout = 0.0 if optimizer is None else lora.dropout
-    on_gpu = group.device.type == "cuda"
-    model_type = str(config.get("model_type", "unknown"))
-    covered = model_type in LONG_CONTEXT_FAMILIES
-    window_tokens = window_of(AutoConfig.for_model(**config)) if covered else None
-    name, why = choose_engine(
-        spec.base, model_type, longest, on_gpu=on_gpu, dropout=dropout, window_tokens=window_tokens
-    )
+    covered = config.get("model_type") in LONG_CONTEXT_FAMILIES
+    problem = _problem(spec.base, config, lora, longest, trains=optimizer is not None)
+    name, why = choose_engine(spec.base, problem, longest, on_gpu=group.device.type == "cuda")
     budget = budget or measured_budget(spec.base, group)
     if budget is None or not covered:
         scorer = LongContextScorer(lambda n: unlimited_plan(config, n)) if name == "long_context" else token_logprobs

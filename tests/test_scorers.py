@@ -101,37 +101,42 @@ def test_evaluation_gives_the_same_scores_with_both_engines(spec: TrainSpec) -> 
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "family", "options", "expected"),
+    ("engine", "on_gpu", "problem", "expected"),
     [
-        (True, "qwen3", {}, "long_context"),
-        (True, "mistral", {"window_tokens": 4_096}, "long_context"),
-        (True, "mistral", {"window_tokens": 4_095}, "plain"),
-        (True, "qwen3", {"dropout": 0.05}, "plain"),
-        (False, "qwen3", {}, "plain"),
-        (True, "gemma3_text", {}, "plain"),
-        (True, "qwen3", {"backend": "unsloth"}, "plain"),
+        ("auto", True, None, "long_context"),
+        ("auto", True, "attention dropout", "plain"),
+        ("auto", False, None, "plain"),
+        ("plain", True, None, "plain"),
+        ("long_context", False, None, "long_context"),
     ],
 )
 def test_auto_takes_the_long_context_engine_where_it_computes_the_same(
-    on_gpu: bool, family: str, options: dict[str, Any], expected: str
+    engine: Any, on_gpu: bool, problem: str | None, expected: str
 ) -> None:
-    base = ModelConfig(backend=options.pop("backend", "transformers"))
-    assert choose_engine(base, family, 4_096, on_gpu=on_gpu, **options)[0] == expected
+    assert choose_engine(ModelConfig(engine=engine), problem, 4_096, on_gpu=on_gpu)[0] == expected
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "problem"),
+    ("config", "base", "lora", "problem"),
     [
-        ("gemma3_text", {}, "gemma3_text loaded by transformers (it covers llama, mistral, qwen2, qwen3"),
-        ("qwen3", {"dropout": 0.05}, "LoRA dropout (0.05)"),
-        ("mistral", {"window_tokens": 50}, "a sliding window of 50 tokens on a branch of 100"),
+        ({"model_type": "gemma3_text"}, {}, {}, "gemma3_text loaded by transformers (it covers llama, mistral, qwen2"),
+        ({}, {}, {}, "unknown loaded by transformers"),
+        ({}, {"backend": "unsloth"}, {}, "loaded by unsloth"),
+        ({"model_type": "mistral", "sliding_window": 50}, {}, {}, "a sliding window of 50 tokens on a branch of"),
+        ({"model_type": "qwen3", "hidden_act": "gelu"}, {}, {}, "activation gelu"),
+        ({"model_type": "qwen3", "attention_dropout": 0.1}, {}, {}, "attention dropout (0.1)"),
+        ({"model_type": "qwen3"}, {}, {"target_modules": ("q_proj", "lm_head")}, "LoRA on lm_head"),
+        ({"model_type": "qwen3"}, {}, {"dropout": 0.05}, "LoRA dropout (0.05)"),
     ],
 )
-def test_long_context_where_it_would_not_compute_the_same_is_a_user_error(
-    family: str, options: dict[str, Any], problem: str
+def test_long_context_where_it_would_not_compute_the_same_is_refused_before_the_model_is_loaded(
+    spec: TrainSpec, config: dict[str, Any], base: dict[str, Any], lora: dict[str, Any], problem: str
 ) -> None:
-    with pytest.raises(UserError, match=re.escape(f"the long-context engine does not cover {problem}")):
-        choose_engine(ModelConfig(engine="long_context"), family, 100, on_gpu=True, **options)
+    (Path(spec.model.path) / "config.json").write_text(json.dumps(config))
+    run = with_engine(spec, "long_context", **base).model_copy(update={"lora": LoraConfig(**lora)})
+    branches = BranchTable(spec.branches)
+    with pytest.raises(UserError, match=f"does not cover .*{re.escape(problem)}"):
+        open_engine(run, branches, ["good-3"], Group(), optimizer=OPTIMIZER, accumulating=True)
 
 
 @pytest.mark.parametrize(
