@@ -6,7 +6,7 @@ import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Final, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -14,6 +14,7 @@ from schemas.config import RunConfig
 from schemas.errors import UserError
 
 Location = tuple[int | str, ...]
+SHOWN_CHARS: Final = 200
 
 
 class ConfigError(UserError):
@@ -22,6 +23,23 @@ class ConfigError(UserError):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(problems))
+
+
+def _parsed(toml: str) -> dict[str, Any]:
+    """The table that a text in TOML stands for; ValueError, of whatever kind, with the reason when it is none."""
+    try:
+        return tomllib.loads(toml)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _shown(value: Any) -> str:
+    """A value as it is repeated to whoever typed it, on a line that can still be read."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "a value that is nested too deeply"
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def _dotted(location: Location) -> str:
@@ -91,13 +109,13 @@ def _problem(error: Mapping[str, Any], root: type[BaseModel]) -> str:
         case "literal_error":
             choices = str(error["ctx"]["expected"])
             hint = _closest(str(error["input"]), re.findall(r"'([^']*)'", choices))
-            return f"{key}: {error['input']!r} is not one of {choices}{hint}"
+            return f"{key}: {_shown(error['input'])} is not one of {choices}{hint}"
         case "value_error":
             return f"{key or 'configuration'}: {error['ctx']['error']}"
         case _:
             field = owner.model_fields.get(str(location[-1])) if owner else None
             expected = f"; expected {_allowed(field.annotation)}" if field and "_type" in error["type"] else ""
-            return f"{key}: {error['msg'].lower()}{expected}, got {error['input']!r}"
+            return f"{key}: {error['msg'].lower()}{expected}, got {_shown(error['input'])}"
 
 
 def _line_of(location: Location, text: str) -> int | None:
@@ -127,8 +145,8 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     if not equals or not all(names):
         raise UserError("cannot be read", where=f"--set {text}", fix="write KEY=VALUE, e.g. --set sft.epochs=2")
     try:
-        return names, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError as error:
+        return names, _parsed(f"value = {value}")["value"]
+    except ValueError as error:
         if re.fullmatch(r"[\w./:*~-]+", value.strip()):
             return names, value.strip()
         raise UserError(
@@ -151,17 +169,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         UserError: the file is missing or is no TOML, or an override cannot be read.
         ConfigError: unknown, missing or mistyped keys; one line each.
     """
-    if path.exists() and not path.is_file():
-        raise UserError("not a file", where=path, fix="give a TOML file")
     try:
-        text = path.read_text(encoding="utf-8")
-        data = tomllib.loads(text)
+        if path.exists() and not path.is_file():
+            raise UserError("not a file", where=path, fix="give a TOML file")
+        text = path.read_text(encoding="utf-8-sig")  # some editors of Windows begin a file with a byte-order mark
+        data = _parsed(text)
     except FileNotFoundError as error:
         known = ", ".join(sorted(str(file) for file in path.parent.glob("*.toml"))) or "no .toml file"
         raise UserError("no such configuration file", where=path, fix=f"there is: {known}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=path, fix="give a TOML file") from error
+    except UnicodeDecodeError as error:
         raise UserError(f"cannot be read: {error}", where=path, fix="give a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UserError(f"not a TOML file: {error}", where=path) from error
     overridden = set()
     for override in overrides:
@@ -178,7 +198,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             location = tuple(detail["loc"])
             if detail["type"] == "too_short" and location in places:
                 continue  # a list that is told to be too short because its items are wrong, which is told as well
-            if any(_dotted(location).startswith(name) for name in overridden):
+            key = _dotted(location)
+            if any(key.startswith(name) or name.startswith(f"{key}.") for name in overridden):
                 where = "--set"
             else:
                 line = _line_of(location, text)

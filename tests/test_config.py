@@ -48,7 +48,7 @@ def test_parse_override(text: str, expected: object) -> None:
     assert parse_override(text) == expected
 
 
-@pytest.mark.parametrize("text", ["a", "=1", "a.=1", "a=[1", "a=two words"])
+@pytest.mark.parametrize("text", ["a", "=1", "a.=1", "a=[1", "a=two words", f"a={'[' * 5000}"])
 def test_unreadable_override_is_a_user_error(text: str) -> None:
     with pytest.raises(UserError, match="--set"):
         parse_override(text)
@@ -67,6 +67,8 @@ def test_unreadable_override_is_a_user_error(text: str) -> None:
         ("model.dtype=float16", "'float16' is not one of 'float32', 'bfloat16' or 'float64'; did you mean bfloat16?"),
         ("simpo={gamma=1, gamma_beta_ratio=1}", "simpo: give gamma or gamma_beta_ratio, not both"),
         ("sft=1", "sft: input should be a valid dictionary"),
+        (f"sft.seed.{'a.' * 5000}a=1", "got a value that is nested too deeply"),
+        (f"sft.seed={'9' * 5000}", f"got '{'9' * 199}..."),
     ],
 )
 def test_wrong_override_is_one_clear_line(override: str, expected: str) -> None:
@@ -101,7 +103,18 @@ def test_missing_key_is_named_with_its_meaning(tmp_path: Path) -> None:
         load_config(path)
 
 
-@pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe\x00", None])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + DEMO.read_bytes())
+    assert load_config(path) == load_config(DEMO)
+
+
+def test_a_path_that_no_file_can_have_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="cannot be read: File name too long"):
+        load_config(Path("a" * 5000))
+
+
+@pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe\x00", b"a = " + b"[" * 5000, b"a = " + b"1" * 5000, None])
 def test_unreadable_file_is_a_user_error(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "run.toml"
     if content is not None:
