@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from rank_faults import CONFIG, SOON_S, at_step, prepare, ranks_of, with_fault
 from safetensors.torch import load_file
 from training_inputs import make_adapter, make_model, make_tables, simpo_spec
 
-from artifacts.store import Store, write_atomically
+from artifacts.store import Store
 from engine import preference
 from engine.collectives import Group
 from engine.session import Stop, latest_checkpoint
@@ -27,11 +25,9 @@ from schemas.config import (
     OptimizerConfig,
     PromoteConfig,
     SftConfig,
-    SimpoConfig,
 )
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
-from schemas.spec import TrainSpec
 from tasks import launch as launcher
 from tasks.evaluate import evaluate
 from tasks.launch import launch, run_spec
@@ -39,52 +35,10 @@ from tasks.promote import current, promote
 from tasks.sft import sft
 from tasks.simpo import simpo
 
-CONFIG = SimpoConfig(
-    optimizer=OptimizerConfig(learning_rate=5e-3, warmup_share=0.0), epochs=4, accumulation=2, save_steps=3, seed=3
-)
-
-SOON_S = 120
-"""20 to 25 s on a machine that does nothing else; what must not happen is that ranks wait for half an hour."""
-
 
 @pytest.fixture(autouse=True)
 def _one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-def ranks_of(folder: Path) -> dict[int, psutil.Process]:
-    """The living training processes that work in a folder, by rank."""
-    found = {}
-    for process in psutil.process_iter():
-        try:
-            command = process.cmdline()
-            if (
-                "--stop-with-parent" in command
-                and str(folder / "spec.json") in command
-                and "torch.distributed.run" not in command
-            ):
-                found[int(process.environ().get("RANK", "0"))] = process
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return found
-
-
-def prepare(folder: Path, spec: TrainSpec) -> Path:
-    folder.mkdir(parents=True)
-    write_atomically(folder / "spec.json", spec.model_dump_json())
-    return folder / "spec.json"
-
-
-def at_step(step: int, act: Callable[[], None]) -> Callable[[str], None]:
-    """A log callback that acts once, when the line of a step has come."""
-    done = threading.Event()
-
-    def log(line: str) -> None:
-        if f"step {step}/" in line and not done.is_set():
-            done.set()
-            act()
-
-    return log
 
 
 def test_killed_rank_takes_the_group_down_and_the_next_run_goes_on(tmp_path: Path) -> None:
@@ -125,16 +79,7 @@ def test_killed_rank_takes_the_group_down_and_the_next_run_goes_on(tmp_path: Pat
 
 def test_rank_out_of_memory_ends_the_run_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 fails at its tenth score; rank 0 then waits for it in an exchange, and must not do so for long."""
-    command = launcher._command
-
-    def with_failing_rank(spec_path: Path, n_processes: int) -> list[str]:
-        script = str(Path(__file__).with_name("failing_rank.py"))
-        words = command(spec_path, n_processes)
-        place = words.index("engine.train")
-        return [*words[: place - 1], script, *words[place + 1 :]]
-
-    monkeypatch.setattr(launcher, "_command", with_failing_rank)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
+    with_fault("out of memory", monkeypatch)
     path = prepare(tmp_path / "run", simpo_spec(tmp_path / "inputs", CONFIG.model_copy(update={"plan": "parallel"})))
     lines: list[tuple[float, str]] = []
     with pytest.raises(StageError, match=r"rank 1: out of memory .* 1.17 GiB. To go on: set model.engine"):
@@ -254,13 +199,14 @@ def test_no_training_pair_is_a_user_error_with_reasons(tmp_path: Path) -> None:
         )
 
 
-def test_workers_end_when_their_launcher_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_processes", [1, 2])
+def test_workers_end_when_their_launcher_dies(tmp_path: Path, n_processes: int) -> None:
     """The launcher is killed outright: nobody is left to send a signal, so the ranks notice a closed pipe."""
-    config = CONFIG.model_copy(update={"epochs": 5000, "save_steps": 100_000, "plan": "sequential"})
+    config = CONFIG.model_copy(update={"epochs": 5000, "save_steps": 100_000, "plan": "auto"})
     path = prepare(tmp_path / "run", simpo_spec(tmp_path / "inputs", config))
     child = os.fork()
     if child == 0:
-        launch(path, log=at_step(2, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        launch(path, n_processes=n_processes, log=at_step(2, lambda: os.kill(os.getpid(), signal.SIGKILL)))
         os._exit(1)
     os.waitpid(child, 0)
     deadline = time.monotonic() + SOON_S
