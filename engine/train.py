@@ -10,6 +10,7 @@ checkpoint at the next step and ends; the next start with the same spec goes on 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import importlib
 import importlib.util
@@ -26,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from artifacts.store import write_atomically
-from schemas.errors import UserError
+from schemas.errors import StageError, UserError
 from schemas.spec import TrainSpec
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from schemas.reports import EvalReport, TrainReport
 
 
-LOCK_WAIT_S = 60.0
+LOCK_WAIT_S = 900.0
+"""How long the ranks of an earlier start may take to end their step and save: a step of a long pair takes minutes."""
 
 
 class ErrorRecord:
@@ -65,8 +67,9 @@ class ErrorRecord:
 
 def _stop_on_signal(stop: Stop) -> None:
     def wish(signum: int, frame: object) -> None:
-        print("asked to stop: saving at the end of this step", flush=True)
         stop.wanted = True
+        with contextlib.suppress(OSError):  # not `print`: the signal may have come in the middle of another one
+            os.write(1, b"asked to stop: saving at the end of this step\n")
 
     signal.signal(signal.SIGTERM, wish)
 
@@ -82,21 +85,35 @@ def _stop_with_parent(stop: Stop) -> None:
     threading.Thread(target=wait, name="stop-with-parent", daemon=True).start()
 
 
-def _lock(out: Path) -> int:
-    """Holds the working folder for this process; one that is still saving after its launcher died is waited for.
+def _lock(out: Path, rank: int, stop: Stop) -> None:
+    """Makes this process the only one of its rank in the working folder, until it has ended.
+
+    A rank that is still in its last step, after its launcher died, is waited for: it holds the memory that this one is
+    about to measure. The lock is never given back by hand, so that whoever gets it finds that memory free.
 
     Raises:
         UserError: another process trains in this folder.
+        StageError: asked to stop while waiting.
     """
-    descriptor = os.open(out / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
+    descriptor = os.open(out / f"lock-rank{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_WAIT_S
+    waits = False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
+            return
         except BlockingIOError as error:
             if time.monotonic() > deadline:
                 raise UserError("another process is training this very run", where=out, fix="wait for it") from error
+            if stop.wanted:
+                raise StageError("stopped on request while waiting for an earlier start of this run") from error
+            if not waits:
+                waits = True
+                print(
+                    f"rank {rank} of an earlier start of this run is still there: waiting up to {LOCK_WAIT_S:g} s for "
+                    f"its step to end, in {out}",
+                    flush=True,
+                )
             time.sleep(0.5)
 
 
@@ -120,14 +137,12 @@ def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport 
 
     transformers.logging.set_verbosity_error()  # it warns that ranks exist which its Trainer is not told of
     transformers.logging.disable_progress_bar()
-    lock = _lock(out) if launch.rank == 0 else None
+    _lock(out, launch.rank, stop)
     group = group_of(launch, pick_device())  # a stage loads its model first and joins the others then
     hold_device(spec.base, group.device)
     with monitor_of(out, launch.rank, group.device, load_nvml()) as monitor:
         report = _stage(spec, group, out, stop)
     leave(group)
-    if lock is not None:
-        os.close(lock)
     seen = {"settings": report.settings | {"gpu_monitor": monitor.status}, "gpus": gpu_uses(out)}
     return report.model_copy(update=seen)
 

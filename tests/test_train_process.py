@@ -1,0 +1,78 @@
+"""The process of a training stage before it trains: its lock, and how it takes a signal."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from rank_faults import CONFIG, prepare
+from training_inputs import simpo_spec
+
+from engine import train
+from engine.session import Stop
+from schemas.errors import UserError
+
+
+def hold(path: Path) -> int:
+    """The lock of a rank of an earlier start."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def test_every_rank_waits_for_its_own_predecessor(tmp_path: Path) -> None:
+    """Rank 1: before it measures a GPU that is still full; asked to stop, it no longer waits."""
+    path = prepare(tmp_path / "run", simpo_spec(tmp_path / "inputs", CONFIG))
+    held = hold(path.parent / "lock-rank1")
+    rank = subprocess.Popen(
+        [sys.executable, "-u", "-m", "engine.train", str(path)],
+        cwd=REPOSITORY,
+        env=dict(os.environ) | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert rank.stdout is not None
+    limit = threading.Timer(60, rank.kill)
+    limit.start()
+    assert rank.stdout.readline().startswith("rank 1 of an earlier start of this run is still there: waiting up to 900")
+    rank.send_signal(signal.SIGTERM)
+    said, _ = rank.communicate()
+    limit.cancel()
+    os.close(held)
+    assert said == "asked to stop: saving at the end of this step\n"
+    error = json.loads((path.parent / "error-rank1.json").read_text())
+    assert error["message"] == "stopped on request while waiting for an earlier start of this run"
+
+
+def test_second_start_of_a_run_is_told_at_once_and_given_up_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "LOCK_WAIT_S", 1.2)
+    held = hold(tmp_path / "lock-rank0")
+    train._lock(tmp_path, 1, Stop())
+    assert not capsys.readouterr().out
+    with pytest.raises(UserError, match="another process is training this very run"):
+        train._lock(tmp_path, 0, Stop())
+    assert capsys.readouterr().out.count("waiting up to 1.2 s") == 1
+    os.close(held)
+    train._lock(tmp_path, 0, Stop())
+
+
+def test_signal_is_taken_when_nobody_reads_any_more() -> None:
+    script = (
+        "import os, signal, types; from engine import train; stop = types.SimpleNamespace(wanted=False);"
+        "train._stop_on_signal(stop); os.kill(os.getpid(), signal.SIGTERM); os._exit(0 if stop.wanted else 3)"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, stdout=writing, timeout=60)
+    os.close(writing)
+    assert ended.returncode == 0
