@@ -43,16 +43,27 @@ def early_stop_reason(log: Sequence[Mapping[str, Any]], rule: EarlyStopConfig) -
 
 
 class EarlyStop(TrainerCallback):
-    """Ends training by the rule. It reads the log, which is the same on every rank, so all end at the same step."""
+    """Ends training by the rule. It reads the log, which is the same on every rank, so all end at the same step.
+
+    A run that goes on from the checkpoint of that step is at its end already: it trains no step more.
+    """
 
     def __init__(self, rule: EarlyStopConfig) -> None:
         self.rule = rule
         self.reason: str | None = None
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def _look(self, state: TrainerState, control: TrainerControl) -> None:
         self.reason = self.reason or early_stop_reason(state.log_history, self.rule)
         if self.reason is not None:
             control.should_training_stop = True
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._look(state, control)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._look(state, control)
 
 
 def check_trackers(trackers: Sequence[Tracker]) -> None:

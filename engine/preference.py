@@ -144,8 +144,8 @@ def train(
         windows = trainer.windows
         plan_text = f"{config.plan}: {describe([trainer.deal_of(window) for window in windows])}"
         early_stop = EarlyStop(config.early_stop)
-        trainer.add_callback(Checkpoints(group, trainer.policy, out, config.save_steps, stop))
         trainer.add_callback(early_stop)
+        trainer.add_callback(Checkpoints(group, trainer.policy, out, config.save_steps, stop))
         if group.rank == 0:
             for callback in (StepPrinter(), *tracker_callbacks(spec, config.trackers)):
                 trainer.add_callback(callback)
@@ -158,8 +158,7 @@ def train(
             )
         trainer.meter.start()
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if stop.agreed:
-            raise StageError(f"stopped on request after step {trainer.state.global_step}; a checkpoint was saved")
+        stop.end(group, trainer.state.global_step)
         margins = first_margin, mean_margin(score_all(), branches, compared)
     if group.rank == 0:
         origin = {"base_name": spec.base.name, "model_sha256": spec.model.sha256, "stage": "simpo"}

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from artifacts.store import payload_digest, write_atomically
-from engine.collectives import Group, compare_digests, tensor_digest
+from engine.collectives import Group, compare_digests, gather, tensor_digest
 from engine.loading import trainable_parameters
 from engine.monitor import AllocatorPeaks
 from schemas.config import OptimizerConfig, Tracker
@@ -39,6 +39,18 @@ class Stop:
 
     wanted: bool = False
     agreed: bool = False
+
+    def end(self, group: Group, step: int) -> None:
+        """Ends a stage whose ranks have agreed to stop, and only then. All wait until the last of them has saved: the
+        first to end has the launcher end the others.
+
+        Raises:
+            StageError: they have.
+            PeerLostError: a rank died.
+        """
+        if self.agreed:
+            gather(group, torch.zeros(1))
+            raise StageError(f"stopped on request after step {step}; a checkpoint was saved")
 
 
 @dataclass
@@ -134,7 +146,14 @@ def _not_written(folder: Path, error: Exception) -> StageError:
 
 
 class StageTrainer(Trainer):
-    """A Trainer whose first step trains, and whose failed save (a full disk) says so and leaves no torn folder."""
+    """A Trainer whose first step trains, and whose failed save (a full disk) says so and leaves no torn folder.
+
+    A callback that asks to stop as training begins is obeyed; the library would train a step first.
+    """
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         """The library's schedule. Its warm-up begins at rate 0, a step that trains nothing: that step is left out."""
@@ -155,22 +174,32 @@ class StageTrainer(Trainer):
 
 
 class Checkpoints(TrainerCallback):
-    """Saves every `save_steps` steps, at the end, and when asked to stop; only rank 0 writes.
+    """Saves every `save_steps` steps and at the last one, whatever made it the last; only rank 0 writes.
 
-    Before a save the ranks compare their adapters, so a checkpoint never hides that they have drifted apart.
+    Before a save the ranks compare their adapters, so a checkpoint never hides that they have drifted apart. To be
+    added after `EarlyStop`: both decide once a step is in the log.
     """
 
     def __init__(self, group: Group, model: nn.Module, out: Path, save_steps: int, stop: Stop) -> None:
         self.group, self.model, self.out, self.save_steps, self.stop = group, model, out, save_steps, stop
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if "loss" not in (logs or {}):
+            return  # the summary after the last step
+        if self.stop.agreed:
+            control.should_training_stop = True
         due = state.global_step % self.save_steps == 0 or state.global_step >= state.max_steps
-        if due or self.stop.agreed:
+        if due or control.should_training_stop:
             digests = {name: tensor_digest(p) for name, p in trainable_parameters(self.model).items()}
             compare_digests(self.group, digests, f"in the adapter after step {state.global_step}")
             control.should_save = self.group.rank == 0
-        if self.stop.agreed:
-            control.should_training_stop = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         checkpoint = self.out / f"checkpoint-{state.global_step}"

@@ -168,9 +168,9 @@ def train(
     with memory_advice(engine, group) as watched:
         trainer = _load(spec, config, group, out, stop, engine, scorer or engine.scorer, branches, names, batches)
         watched.trainer = trainer
-        trainer.add_callback(Checkpoints(group, trainer.policy, out, config.save_steps, stop))
         early_stop = EarlyStop(config.early_stop)
-        for callback in (early_stop, StepPrinter(), *tracker_callbacks(spec, config.trackers)):
+        checkpoints = Checkpoints(group, trainer.policy, out, config.save_steps, stop)
+        for callback in (early_stop, checkpoints, StepPrinter(), *tracker_callbacks(spec, config.trackers)):
             trainer.add_callback(callback)
         checkpoint = latest_checkpoint(out)
         if checkpoint is not None:
@@ -186,8 +186,7 @@ def train(
         )
         trainer.meter.start()
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if stop.agreed:
-        raise StageError(f"stopped on request after step {trainer.state.global_step}; a checkpoint was saved")
+    stop.end(group, trainer.state.global_step)
     save_adapter(trainer.policy, out / "adapter", base_name=spec.base.name, model_sha256=spec.model.sha256, stage="sft")
     points = curve(trainer.state.log_history)
     first_loss, last_loss = first_and_last_loss(points)

@@ -18,7 +18,7 @@ from engine.data import BranchTable, collate, length_bucketed
 from engine.loading import load_base, new_adapter
 from engine.scores import token_logprobs
 from engine.session import Stop
-from schemas.config import LoraConfig, ModelConfig, OptimizerConfig, SftConfig
+from schemas.config import EarlyStopConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig
 from schemas.errors import StageError, UserError
 from schemas.refs import Ref
 from schemas.reports import TrainReport
@@ -140,6 +140,20 @@ def test_stop_then_resume_equals_an_uninterrupted_run(model: Ref, tmp_path: Path
     assert report.n_tokens_seen == uninterrupted.n_tokens_seen
     assert [point.loss for point in report.curve] == [point.loss for point in uninterrupted.curve]
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_start_after_an_early_stop_trains_no_step_more(model: Ref, tmp_path: Path) -> None:
+    """It stops at step 2, in the middle of the first epoch, where no checkpoint is due."""
+    branches, _ = make_tables(tmp_path, n_pairs=4, n_heldout=0)
+    early_stop = EarlyStopConfig(patience_steps=1, min_gain=100.0)
+    config = SftConfig(epochs=3, tokens_per_micro_batch=16, accumulation=1, save_steps=1000, early_stop=early_stop)
+    spec = spec_of(model, branches, config)
+    adapter, report = train(spec, tmp_path / "out")
+    again, resumed = train(spec, tmp_path / "out")
+    assert resumed.resumed_from_step == resumed.n_steps == report.n_steps == 2
+    assert resumed.stopped_early == report.stopped_early is not None
+    assert resumed.curve == report.curve
+    assert all(torch.equal(again[name], adapter[name]) for name in adapter)
 
 
 def test_equal_inputs_give_equal_bytes_in_any_folder(model: Ref, tmp_path: Path) -> None:
