@@ -6,7 +6,6 @@ checkpoint of a run that was killed.
 """
 
 import contextlib
-import json
 import os
 import queue
 import re
@@ -19,29 +18,36 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from artifacts.store import Store, write_atomically
-from schemas.errors import StageError, UserError
+from schemas.errors import StageError
 from schemas.reports import Trained, TrainReport
 from schemas.spec import TrainSpec
+from tasks.rank_errors import agent_killed, root_cause
 
 Log = Callable[[str], None]
 
 AFTER_FAILURE_S = 20.0
-"""How long the other ranks may take to end once one of them has failed, before they are killed."""
+"""How long the other ranks may take to end once one of them has failed, before they are killed. Left to itself
+`torch.distributed.run` gives them 30 s."""
 
 STOP_GRACE_S = 30.0
-"""How long a cancelled group may take to save a checkpoint."""
+"""How long a cancelled group may take to save a checkpoint, when its step has ended."""
+
+MAX_STOP_GRACE_S = 900.0
+"""How long a cancelled group may take in all, however long its steps are."""
 
 ALLOCATOR = "expandable_segments:True"
 """PyTorch's setting for GPU memory: pieces of any size share one growing range, so none is left too small to use."""
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+_CLOSING = re.compile(r"Sending process \d+ closing signal")  # a rank has failed, or the agent got a signal itself
+_STEP = re.compile(r"\bstep \d+/\d+ ")
 _KEPT_LINES = 30
+_KEPT_STEPS = 8
 
 
 def run_spec(
@@ -84,7 +90,8 @@ def launch(spec_path: Path, *, n_processes: int = 1, log: Log | None = None, tim
     """Runs `engine.train` on a spec with one or more ranks and returns when `report.json` is there.
 
     Whatever ends this call early (an exception, a cancel, the time-out) ends every rank: first a SIGTERM, on which
-    they save, then SIGKILL.
+    they save at the end of their step, then SIGKILL. They get twice the time of the longest of the latest steps (a
+    wish that comes after a step's exchange is heeded at the end of the next) and STOP_GRACE_S, up to MAX_STOP_GRACE_S.
 
     Args:
         log: called with every line that a rank prints, prefixed by its rank where there are several.
@@ -107,12 +114,15 @@ def launch(spec_path: Path, *, n_processes: int = 1, log: Log | None = None, tim
         start_new_session=True,  # a Ctrl-C at the terminal reaches us alone; we stop the ranks in order
     )
     tail: deque[str] = deque(maxlen=_KEPT_LINES)
+    group = _Group(process, n_processes)
     try:
-        exit_code, failures = _follow(process, tail, log, timeout_s)
+        exit_code, failures = _follow(group, tail, log, timeout_s)
     finally:
-        _stop_tree(process, STOP_GRACE_S if sys.exc_info()[0] is not None else 0.0)
+        group.stop(log)
     if exit_code != 0 or not (out / "report.json").is_file():
-        raise _root_cause(out, failures, exit_code, tail)
+        if exit_code < 0 and n_processes > 1:
+            raise agent_killed(out, exit_code)
+        raise root_cause(out, failures, exit_code, tail)
 
 
 def environment_of(own: Mapping[str, str], n_processes: int) -> dict[str, str]:
@@ -120,6 +130,8 @@ def environment_of(own: Mapping[str, str], n_processes: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // n_processes)
     # waiting threads that spin cost twice the CPU time as soon as something else runs on the machine
     environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    # a service manager may signal torch.distributed.run as well, which would leave the ranks 30 s for their step
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = f"{MAX_STOP_GRACE_S:.0f}"
     if "PYTORCH_CUDA_ALLOC_CONF" not in own:  # its earlier name
         environment["PYTORCH_ALLOC_CONF"] = ALLOCATOR
     return environment | dict(own) | {"HF_HUB_OFFLINE": "1"}  # everything a spec names is a local file
@@ -142,10 +154,83 @@ def _command(spec_path: Path, n_processes: int) -> list[str]:
     ]
 
 
+class _Group:
+    """A process that was started, and the ranks: that process itself, or the children of `torch.distributed.run`.
+
+    The process is waited for by its Popen alone: as soon as anybody has, its id may be that of a stranger.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], n_processes: int) -> None:
+        self.process, self.n_processes = process, n_processes
+        self._ranks: set[psutil.Process] = set()
+        self._stepped_at = time.monotonic()
+        self._steps_s: deque[float] = deque(maxlen=_KEPT_STEPS)
+
+    def look(self) -> None:
+        """Remembers the ranks while their agent lives: once it is gone, nothing leads to them any more."""
+        if self.lacks_one() and self.process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started = psutil.Process(self.process.pid)
+                self._ranks.update([started] if self.n_processes == 1 else started.children())
+
+    def lacks_one(self) -> bool:
+        """Whether a rank has ended, or has not been seen yet."""
+        return len(self._living()) < self.n_processes
+
+    def stepped(self) -> None:
+        """A step has ended; the first one is taken for as long as all that came before it."""
+        before, self._stepped_at = self._stepped_at, time.monotonic()
+        self._steps_s.append(self._stepped_at - before)
+
+    def stop(self, log: Log | None = None) -> None:
+        """Ends all of it: the ranks are asked to save and end; what is left after a while is killed."""
+        self.look()
+        if self.process.stdin is not None:
+            self.process.stdin.close()  # a wish to stop, too, and one that reaches a rank which we have not seen
+        for rank in self._living():
+            _send(rank, signal.SIGTERM)
+        if not self._ranks:
+            self.process.terminate()
+        grace_s = min(MAX_STOP_GRACE_S, STOP_GRACE_S + 2 * max(self._steps_s, default=0.0))
+        deadline = time.monotonic() + grace_s
+        if log is not None and self._living():
+            with contextlib.suppress(Exception):  # whatever becomes of the words, the ranks are ended
+                log(f"waiting up to {grace_s:.0f} s for the end of the step and its checkpoint")
+        while self._living() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # an agent ends by itself when its ranks have ended
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill_ranks()
+        self.process.kill()
+        self.process.wait()
+
+    def kill_ranks(self) -> None:
+        for rank in self._living():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in [rank, *rank.children(recursive=True)]:
+                    _send(process, signal.SIGKILL)
+
+    def _living(self) -> list[psutil.Process]:
+        return [rank for rank in self._ranks if _lives(rank)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE  # one that nobody has waited for
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _send(target: psutil.Process, signum: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        target.send_signal(signum)
+
+
 def _follow(
-    process: subprocess.Popen[bytes], tail: deque[str], log: Log | None, timeout_s: float | None
+    group: _Group, tail: deque[str], log: Log | None, timeout_s: float | None
 ) -> tuple[int, list[tuple[int, int]]]:
     """Passes lines on until the group ends; returns its exit code and (local rank, exit code) of ranks that failed."""
+    process = group.process
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -164,8 +249,9 @@ def _follow(
         if deadline is not None and now > deadline:
             raise StageError(f"training did not end within {timeout_s:g} s and was stopped")
         if kill_at is not None and now > kill_at:
-            _stop_tree(process, 0.0)
+            group.kill_ranks()  # and not their agent, which says who was the first
             kill_at = None
+        group.look()
         try:
             line = lines.get(timeout=0.2)
         except queue.Empty:
@@ -173,67 +259,11 @@ def _follow(
         if line is None:
             return process.wait(), failures
         tail.append(line)
-        if log is not None:
-            log(line)
+        if _STEP.search(line):
+            group.stepped()
+        if _CLOSING.search(line) and group.lacks_one():
+            kill_at = kill_at or now + AFTER_FAILURE_S
         if found := _FAILED.search(line):
             failures.append((int(found[2]), int(found[1])))
-            kill_at = kill_at or now + AFTER_FAILURE_S
-
-
-def _stop_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Ends a process and all it started: SIGTERM to the ranks, then SIGKILL to whatever is left after the grace.
-
-    The process is waited for by its Popen alone: as soon as anybody has, its id may be that of a stranger.
-    """
-    if process.poll() is not None:
-        return
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    if grace_s > 0:
-        deadline = time.monotonic() + grace_s
-        for rank in ranks:
-            _send(rank, signal.SIGTERM)
-        if not ranks:  # the agent in between ends by itself when its ranks have ended
-            process.terminate()
-        psutil.wait_procs(ranks, timeout=grace_s)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-    process.kill()
-    for rank in ranks:
-        _send(rank, signal.SIGKILL)
-    process.wait()
-
-
-def _send(target: psutil.Process, signum: signal.Signals) -> None:
-    try:
-        target.send_signal(signum)
-    except psutil.NoSuchProcess:
-        return
-
-
-def _root_cause(out: Path, failures: list[tuple[int, int]], exit_code: int, tail: deque[str]) -> Exception:
-    """The error that made the group fail: a rank's own one before that of ranks that only lost their peer."""
-    records: list[tuple[int, dict[str, Any]]] = [
-        (int(path.stem.removeprefix("error-rank")), json.loads(path.read_text()))
-        for path in out.glob("error-rank*.json")
-    ]
-    own = sorted((record["time"], rank, record) for rank, record in records if record["type"] != "PeerLostError")
-    if own:
-        _, rank, record = own[0]
-        if record["user_error"]:
-            what, where, fix = record["user_error"]
-            return UserError(what, where=where, fix=fix)
-        kind = "" if record["type"] == "StageError" else f"{record['type']}: "
-        error = StageError(f"rank {rank}: {kind}{record['message']}")
-        error.add_note(record["traceback"])
-        return error
-    recorded = {rank for rank, _ in records}
-    killed = [(rank, -code) for rank, code in failures if code < 0 and rank not in recorded]
-    if exit_code < 0 and not failures:
-        killed.append((0, -exit_code))
-    if killed:
-        rank, signum = killed[0]
-        why = " (killed from outside, or out of memory)" if signum == signal.SIGKILL else ""
-        return StageError(f"rank {rank} was ended by {signal.Signals(signum).name}{why}; the other ranks were stopped")
-    if records:
-        return StageError(f"rank {records[0][0]}: {records[0][1]['message']}")
-    return StageError(f"training ended with status {exit_code}; its last lines:\n" + "\n".join(tail))
+        if log is not None:
+            log(line)

@@ -17,9 +17,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_TRAJECTORIES = REPOSITORY.parent / "shared" / "data" / "trajectories"
 
 LONGEST_FIRST = (
-    *("test_crashes", "test_site", "test_faults", "test_cli_hostile", "test_flow", "test_render_engines"),
-    *("test_preference_plans", "test_cli", "test_sample", "test_model", "test_render_shared", "test_parallel_runs"),
-    *("test_preference", "test_scorers", "test_preference_trl", "test_sft", "test_sources_fuzz", "test_engine_staging"),
+    *("test_crashes", "test_site", "test_faults", "test_faults_stop", "test_cli_hostile", "test_flow"),
+    *("test_render_engines", "test_preference_plans", "test_cli", "test_sample", "test_model", "test_render_shared"),
+    *("test_parallel_runs", "test_preference", "test_scorers", "test_preference_trl", "test_sft", "test_sources_fuzz"),
+    "test_engine_staging",
 )
 """Files that take 10 s or more."""
 
