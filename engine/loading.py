@@ -12,10 +12,13 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
+from engine.model_folder import cause, reading
+from engine.weights import check_folder, check_loaded
 from schemas.config import LoraConfig, ModelConfig
 from schemas.errors import StageError, UserError
 from schemas.refs import ORIGIN_FILE, Ref
@@ -32,7 +35,8 @@ def load_base(model: Ref, config: ModelConfig, device: torch.device, max_tokens:
         max_tokens: the longest row that will be seen; unsloth sizes its buffers by it.
 
     Raises:
-        UserError: the folder has no weights, or the backend or quantisation is not available here.
+        UserError: the folder is damaged, its weights are not all there or of another architecture, or the backend or
+            quantisation is not available here.
     """
     if config.backend == "unsloth":
         return _load_unsloth(model, config, max_tokens)
@@ -49,14 +53,16 @@ def load_base(model: Ref, config: ModelConfig, device: torch.device, max_tokens:
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "attn_implementation": "sdpa"}
     if quantization is not None:
         options |= {"quantization_config": quantization, "device_map": {"": device}}
+    folder = Path(model.path)
+    check_folder(folder)  # first: a load that quantises takes a tensor of any shape
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model.path, local_files_only=True, **options)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"not a loadable model: {str(error).splitlines()[0]}",
-            where=model.path,
-            fix="give a folder that has config.json and *.safetensors",
-        ) from error
+        answer: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise UserError(f"not a loadable model: {cause(error)}", where=folder) from error
+    loaded, info = answer
+    if unused := check_loaded(loaded, info, folder):
+        print(f"{folder}: {len(unused)} stored tensors have no place in the model, first {unused[0]}", flush=True)
     if quantization is None:
         nn.Module.to(loaded, device)
     module: Any
@@ -88,10 +94,8 @@ def _load_unsloth(model: Ref, config: ModelConfig, max_tokens: int) -> PreTraine
 
 def load_tokenizer(model: Ref) -> Any:
     """The tokenizer that lies beside the weights."""
-    try:
+    with reading("no tokenizer", model.path):
         return AutoTokenizer.from_pretrained(model.path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer: {str(error).splitlines()[0]}", where=model.path) from error
 
 
 def new_adapter(base: PreTrainedModel, config: LoraConfig, seed: int) -> PeftModel:

@@ -1,27 +1,25 @@
 """Stage `model`: the base model as a folder of config, weights and tokenizer, whatever it was asked for by."""
 
-import json
-import math
-import struct
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 from trl import chat_template_utils
 
 from artifacts.store import Store
+from engine.model_folder import AGAIN, count_safetensors, read_json, reading, weight_files
 from schemas.config import ModelConfig
 from schemas.errors import StageError, UserError
 from schemas.refs import Ref
 from schemas.reports import ModelReady
 from tasks.tokenizer import smollm2_tokenizer, train_tiny_tokenizer
 
-STAGE_VERSION: Final = 1
+STAGE_VERSION: Final = 2
 
-_WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -32,7 +30,8 @@ def prepare_model(config: ModelConfig, store: Store) -> ModelReady:
     is digested by the content of its small files and by the size and modification time of its weights.
 
     Raises:
-        UserError: no such model, or a folder without config, weights or tokenizer.
+        UserError: no such model, or a folder in which config, weights or tokenizer are missing, damaged, or not of one
+            and the same model.
         StageError: the weights cannot be written, e.g. on a full disk.
     """
     makers = {"tiny-qwen3": _tiny_qwen3, "smollm2-135m": _smollm2}
@@ -51,14 +50,26 @@ def load_tokenizer(model: Ref | Path) -> PreTrainedTokenizerFast:
     """
     folder = Path(model.path) if isinstance(model, Ref) else model
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"the tokenizer does not load: {error}", where=folder) from error
+        with reading("the tokenizer does not load", folder):
+            tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True)
+    except UserError:
+        _find_damage(folder)
+        raise
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
             "the tokenizer has no fast form (tokenizer.json)", where=folder, fix="save the folder with a fast tokenizer"
         )
     return tokenizer
+
+
+def _find_damage(folder: Path) -> None:
+    """Names the damaged file of a tokenizer that does not load, where it is one file's fault."""
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)
+    if (folder / "tokenizer.json").is_file():
+        with reading("the file is damaged", folder / "tokenizer.json", AGAIN):
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def _tiny_qwen3(config: ModelConfig, store: Store) -> ModelReady:
@@ -99,6 +110,8 @@ def _smollm2(config: ModelConfig, store: Store) -> ModelReady:
 
 
 def _folder(config: ModelConfig, store: Store) -> ModelReady:
+    from engine.weights import check_folder
+
     folder = Path(config.name).expanduser()
     if not folder.is_dir():
         raise UserError(
@@ -108,38 +121,39 @@ def _folder(config: ModelConfig, store: Store) -> ModelReady:
         )
     if not (folder / "config.json").is_file():
         raise UserError("a model folder without config.json", where=folder)
-    weights = next((found for pattern in _WEIGHTS if (found := sorted(folder.glob(pattern)))), None)
-    if weights is None:
-        raise UserError(
-            "a model folder without weights",
-            where=folder,
-            fix=f"expected one of {', '.join(_WEIGHTS)}",
-        )
+    raw_config = read_json(folder / "config.json")
+    with reading("config.json describes no usable model", folder, "compare it with the one that was published"):
+        text_config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    weights = weight_files(folder, raw_config)
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError("a model folder without a tokenizer", where=folder, fix=f"expected {' or '.join(_TOKENIZERS)}")
-    load_tokenizer(folder)
+    _check_vocabulary(load_tokenizer(folder), getattr(text_config, "vocab_size", None), folder)
     n_parameters = sum(_count_parameters(path) for path in weights)
+    check_folder(folder)
     return ModelReady(model=store.refer(folder, "model"), name=folder.name, n_parameters=n_parameters)
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, n_rows: int | None, folder: Path) -> None:
+    """Refuses a tokenizer with tokens that the model has no row for, where a conversation may hold them.
+
+    Those added for something else are let be: Gemma 3's text models have no row for their tokenizer's image.
+    """
+    added = tokenizer.get_added_vocab()
+    used = f"{tokenizer.chat_template} {tokenizer.bos_token} {tokenizer.eos_token} {tokenizer.pad_token}"
+    ids = sorted((index, text) for text, index in tokenizer.get_vocab().items() if text not in added or text in used)
+    beyond = [text for index, text in ids if n_rows is not None and index >= n_rows]
+    if beyond:
+        raise UserError(
+            f"the model has {n_rows} tokens, {len(beyond)} of the tokenizer's are none of them, first {beyond[0]!r}",
+            where=folder,
+            fix="give the tokenizer that belongs to the model, or save the model with resized embeddings",
+        )
 
 
 def _count_parameters(path: Path) -> int:
     if path.suffix == ".safetensors":
-        return _count_safetensors(path)
-    if path.suffix == ".gguf":
-        from gguf import GGUFReader  # pyright: ignore[reportMissingImports]  (extra `gguf`)
-
-        return sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+        return count_safetensors(path)
     from engine.tiny import count_pickled
 
-    return count_pickled(path)
-
-
-def _count_safetensors(path: Path) -> int:
-    """Reads the header alone: 8 bytes of length, then JSON with a shape per tensor."""
-    try:
-        with path.open("rb") as file:
-            (n_header_bytes,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(n_header_bytes, path.stat().st_size)))
-    except (OSError, struct.error, ValueError) as error:
-        raise UserError(f"not a safetensors file ({error})", where=path) from error
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    with reading("the file is damaged", path, AGAIN):
+        return count_pickled(path)
