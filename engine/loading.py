@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
+from artifacts.store import write_atomically
 from engine.model_folder import cause, reading
 from engine.weights import check_folder, check_loaded
 from schemas.config import LoraConfig, ModelConfig
@@ -152,10 +153,11 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def save_adapter(model: PeftModel, folder: Path, *, base_name: str, model_sha256: str, stage: str) -> None:
-    """Writes weights, peft's config and the origin file. No path, time or host gets into the bytes.
+    """Writes weights, peft's config and the origin file, safe against a crash. No path, time or host gets into the
+    bytes.
 
     Raises:
-        StageError: a weight is not finite; nothing is written.
+        StageError: a weight is not finite, or the disk takes no more; no folder is left.
     """
     # "auto" would look for the base model's config on a hub, by name
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -163,12 +165,30 @@ def save_adapter(model: PeftModel, folder: Path, *, base_name: str, model_sha256
     broken = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
     if broken:
         raise StageError(f"the adapter is not finite and was not saved; first tensor: {broken[0]}")
-    shutil.rmtree(folder, ignore_errors=True)  # left by a run that ended between this and its report
-    folder.mkdir(parents=True)
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_config = model.peft_config["default"].to_dict()
     peft_config |= {"base_model_name_or_path": base_name, "inference_mode": True, "revision": None}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in peft_config.items()}
-    (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True, default=str) + os.linesep)
     origin = {"model_sha256": model_sha256, "stage": stage}
-    (folder / ORIGIN_FILE).write_text(json.dumps(origin, indent=2, sort_keys=True) + os.linesep)
+    shutil.rmtree(folder, ignore_errors=True)  # left by a run that ended between this and its report
+    try:
+        folder.mkdir(parents=True)
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        _fsync(folder / "adapter_model.safetensors")
+        write_atomically(
+            folder / "adapter_config.json", json.dumps(plain, indent=2, sort_keys=True, default=str) + os.linesep
+        )
+        write_atomically(folder / ORIGIN_FILE, json.dumps(origin, indent=2, sort_keys=True) + os.linesep)
+        _fsync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise StageError(
+            f"the adapter could not be written ({cause(error)}). Free some space at {folder.parent} and start again"
+        ) from error
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

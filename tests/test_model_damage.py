@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from commands import file_size_limit
 from safetensors.torch import load_file, save_file
 
 from artifacts.store import Store
-from engine.loading import load_base
-from schemas.config import ModelConfig
-from schemas.errors import UserError
-from schemas.refs import Ref
+from engine.loading import load_base, new_adapter, save_adapter
+from schemas.config import LoraConfig, ModelConfig
+from schemas.errors import StageError, UserError
+from schemas.refs import ORIGIN_FILE, Ref
 from tasks.model import load_tokenizer, prepare_model
 
 pytest_plugins = ("render_fixtures",)
@@ -224,3 +225,31 @@ def test_model_that_was_saved_quantised_loads(quantization: str, folder: Path, s
     without("model.norm.weight")(saved)
     with pytest.raises(UserError, match=r"the weights lack model\.norm\.weight"):
         base_of(saved)
+
+
+def test_full_disk_leaves_no_torn_adapter(folder: Path, tmp_path: Path) -> None:
+    adapter = new_adapter(base_of(folder), LoraConfig(r=64), 0)
+    with (
+        file_size_limit(100_000),
+        pytest.raises(StageError, match=r"File too large.* Free some space at .* start again"),
+    ):
+        save_adapter(adapter, tmp_path / "adapter", base_name="tiny", model_sha256="0" * 64, stage="sft")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_adapter_is_on_the_disk_when_it_is_saved(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = new_adapter(base_of(folder), LoraConfig(r=4), 0)
+    synced: dict[tuple[int, int], int] = {}
+
+    def fsync(descriptor: int) -> None:
+        stat = os.fstat(descriptor)
+        synced[stat.st_dev, stat.st_ino] = stat.st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    saved = tmp_path / "adapter"
+    save_adapter(adapter, saved, base_name="tiny", model_sha256="0" * 64, stage="sft")
+    files = [saved / name for name in ("adapter_model.safetensors", "adapter_config.json", ORIGIN_FILE)]
+    assert sorted(saved.iterdir()) == sorted(files)
+    for path in [*files, saved, tmp_path]:
+        stat = path.stat()
+        assert synced.get((stat.st_dev, stat.st_ino)) == stat.st_size, path
