@@ -93,12 +93,13 @@ def _start_logprobs(
     out: Path, checkpoint: Path | None, group: Group, score: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
     """logp_P of branches before step 1, measured once and kept for runs that resume."""
-    kept = out / "start_logprobs.json"
-    if checkpoint is not None and kept.is_file():
-        return load_logprobs(kept)
-    logps = score()
+    path = out / "start_logprobs.json"
+    kept = load_logprobs(path) if checkpoint is not None else None
+    if kept is not None:
+        return kept
+    logps = score()  # of the adapter that training starts from: a checkpoint is loaded later
     if group.rank == 0:
-        save_logprobs(kept, logps)
+        save_logprobs(path, logps)
     return logps
 
 

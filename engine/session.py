@@ -139,9 +139,11 @@ def trainer_settings(
 
 def _not_written(folder: Path, error: Exception) -> StageError:
     shutil.rmtree(folder, ignore_errors=True)
+    why = str(error).splitlines()[0]
+    full = "space" in why.lower() or "quota" in why.lower()  # safetensors has no number of an error, but its words
+    advice = f"Free some space at {folder.parent}" if full else f"Look at {folder.parent}"
     return StageError(
-        f"{folder.name} could not be written ({str(error).splitlines()[0]}); what was saved before is whole. "
-        f"Free some space at {folder.parent} and start again"
+        f"{folder.name} could not be written ({why}); what was saved before is whole. {advice} and start again"
     )
 
 
@@ -240,8 +242,9 @@ def latest_checkpoint(out: Path) -> Path | None:
     """The newest checkpoint that was written to its end and still is what was written; None without one."""
     for checkpoint in reversed(_checkpoints(out)):
         mark = out / f"{checkpoint.name}.{COMPLETE_FILE}"
-        if mark.is_file() and mark.read_text() == payload_digest(checkpoint)[0]:
-            return checkpoint
+        with contextlib.suppress(OSError, ValueError):  # no mark, or one that is damaged: the checkpoint does not count
+            if mark.read_text() == payload_digest(checkpoint)[0]:
+                return checkpoint
     return None
 
 

@@ -58,5 +58,9 @@ def save_logprobs(path: Path, logps: Mapping[str, np.ndarray]) -> None:
     write_atomically(path, json.dumps({name: logp_P.tolist() for name, logp_P in logps.items()}))
 
 
-def load_logprobs(path: Path) -> dict[str, np.ndarray]:
-    return {name: np.array(values) for name, values in json.loads(path.read_text()).items()}
+def load_logprobs(path: Path) -> dict[str, np.ndarray] | None:
+    """What was kept there; None where that is nothing, or damaged."""
+    try:
+        return {name: np.array(values, dtype=np.float64) for name, values in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None

@@ -3,8 +3,9 @@
     python -m engine.train spec.json                                                           one process
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m engine.train spec.json  one branch a rank
 
-Exit status 0 means `report.json` is there. Otherwise `error-rank<r>.json` holds that rank's own error. SIGTERM saves a
-checkpoint at the next step and ends; the next start with the same spec goes on from there.
+Exit status 0 means `report.json` is there, and `finished.json` says that it is whole. Otherwise `error-rank<r>.json`
+holds that rank's own error. SIGTERM saves a checkpoint at the next step and ends; the next start with the same spec
+goes on from there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from artifacts.finished import mark_finished
 from artifacts.store import write_atomically
 from schemas.errors import StageError, UserError
 from schemas.spec import TrainSpec
@@ -41,7 +43,10 @@ LOCK_WAIT_S = 900.0
 
 
 class ErrorRecord:
-    """Context that leaves an error on disk before it goes on, so that the launcher shows it and not its echo."""
+    """Context that leaves an error on disk before it ends the process, so that the launcher shows it and not its echo.
+
+    An error that is meant for the user ends it with one line; any other, which is ours to mend, with its traceback.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,6 +68,9 @@ class ErrorRecord:
             "traceback": "".join(traceback.format_exception(kind, error, trace)),
         }
         write_atomically(self.path, json.dumps(record))
+        if isinstance(error, (UserError, StageError)):
+            print(f"error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            raise SystemExit(2 if isinstance(error, UserError) else 1)
 
 
 def _stop_on_signal(stop: Stop) -> None:
@@ -194,6 +202,7 @@ def main() -> None:
         report = _run(spec, launch, out, stop)
         if launch.rank == 0:
             write_atomically(out / "report.json", report.model_dump_json(indent=2))
+            mark_finished(out)
 
 
 if __name__ == "__main__":

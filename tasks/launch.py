@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from artifacts.finished import is_finished, unmark
 from artifacts.store import Store, write_atomically
 from schemas.errors import StageError
 from schemas.reports import Trained, TrainReport
@@ -64,7 +65,7 @@ def run_spec(
     out = store.root / "work" / f"{spec.stage}-{spec.digest()[:16]}"
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "spec.json", spec.model_dump_json(indent=2))
-    if not (out / "report.json").is_file():
+    if not is_finished(out):
         launch(out / "spec.json", n_processes=n_processes, log=log, timeout_s=timeout_s)
     return (out / "report.json").read_text(), out
 
@@ -83,11 +84,12 @@ def store_training(report: str, out: Path, store: Store) -> Trained:
 
 def discard(out: Path) -> None:
     """Removes a finished working folder, checkpoints and all."""
+    unmark(out)
     shutil.rmtree(out)
 
 
 def launch(spec_path: Path, *, n_processes: int = 1, log: Log | None = None, timeout_s: float | None = None) -> None:
-    """Runs `engine.train` on a spec with one or more ranks and returns when `report.json` is there.
+    """Runs `engine.train` on a spec with one or more ranks and returns when it has ended and `report.json` is there.
 
     Whatever ends this call early (an exception, a cancel, the time-out) ends every rank: first a SIGTERM, on which
     they save at the end of their step, then SIGKILL. They get twice the time of the longest of the latest steps (a
@@ -102,6 +104,7 @@ def launch(spec_path: Path, *, n_processes: int = 1, log: Log | None = None, tim
             time-out passed.
     """
     out = spec_path.parent
+    unmark(out)
     for stale in out.glob("error-rank*.json"):
         stale.unlink()
     process = subprocess.Popen(
@@ -119,7 +122,7 @@ def launch(spec_path: Path, *, n_processes: int = 1, log: Log | None = None, tim
         exit_code, failures = _follow(group, tail, log, timeout_s)
     finally:
         group.stop(log)
-    if exit_code != 0 or not (out / "report.json").is_file():
+    if exit_code != 0 or not is_finished(out):
         if exit_code < 0 and n_processes > 1:
             raise agent_killed(out, exit_code)
         raise root_cause(out, failures, exit_code, tail)

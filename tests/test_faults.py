@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from rank_faults import CONFIG, SOON_S, at_step, prepare, ranks_of, with_fault
 from safetensors.torch import load_file
 from training_inputs import make_adapter, make_model, make_tables, simpo_spec
 
+from artifacts.finished import mark_finished
 from artifacts.store import Store
 from engine import preference
 from engine.collectives import Group
@@ -28,6 +31,7 @@ from schemas.config import (
 )
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
+from schemas.spec import TrainSpec
 from tasks import launch as launcher
 from tasks.evaluate import evaluate
 from tasks.launch import launch, run_spec
@@ -164,14 +168,51 @@ def test_stages_end_to_end(tmp_path: Path) -> None:
     assert not list((store.root / "work").iterdir()), "working folders are left behind"
 
 
-def test_finished_work_of_a_dead_launcher_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = simpo_spec(tmp_path / "inputs", CONFIG)
-    store = Store(tmp_path / "store")
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "no mark: killed after the report": lambda out: (out / "finished.json").unlink(),
+    "a mark that is none": lambda out: (out / "finished.json").write_bytes(b"\xff{"),
+    "an empty report": lambda out: (out / "report.json").write_text(""),
+    "the adapter is in the store already": lambda out: (out / "adapter").rename(out.parent / "moved"),
+    "half of an adapter": lambda out: (out / "adapter" / "adapter_model.safetensors").write_bytes(b"half"),
+    "a file of the adapter is missing": lambda out: (out / "adapter" / "adapter_config.json").unlink(),
+}
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> tuple[TrainSpec, Store, Path]:
+    """A spec whose stage has ended in its working folder, and nothing has been stored yet."""
+    spec, store = simpo_spec(tmp_path / "inputs", CONFIG), Store(tmp_path / "store")
     out = store.root / "work" / f"simpo-{spec.digest()[:16]}"
-    out.mkdir(parents=True)
+    shutil.copytree(spec.adapters["start"].path, out / "adapter")
     (out / "report.json").write_text("{}")
+    mark_finished(out)
+    return spec, store, out
+
+
+def test_finished_work_of_a_dead_launcher_is_not_done_again(
+    ended: tuple[TrainSpec, Store, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, store, out = ended
     monkeypatch.setattr(launcher, "launch", lambda *_, **__: pytest.fail("started again"))
     assert run_spec(spec, store) == ("{}", out)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_work_that_is_not_whole_is_gone_on_with(
+    ended: tuple[TrainSpec, Store, Path], damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had been taken for finished: stored as it was, or refused at every start until somebody removed the folder."""
+    spec, store, out = ended
+    DAMAGE[damage](out)
+    started: list[Path] = []
+
+    def finish(path: Path, **_: object) -> None:
+        started.append(path)
+        (out / "report.json").write_text("{}")
+
+    monkeypatch.setattr(launcher, "launch", finish)
+    assert run_spec(spec, store) == ("{}", out)
+    assert started == [out / "spec.json"]
 
 
 def test_digest_of_a_spec_knows_contents_and_settings_not_places(tmp_path: Path) -> None:

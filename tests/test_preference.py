@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from preference_runs import BETA, CONFIG, GAMMA, train_here, with_plan
@@ -13,6 +14,7 @@ from training_inputs import make_tables, simpo_spec
 
 from engine.scores import token_logprobs
 from engine.session import Stop, latest_checkpoint
+from engine.start_scores import load_logprobs, save_logprobs
 from schemas.config import OptimizerConfig
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
@@ -136,8 +138,28 @@ def test_torn_checkpoint_is_passed_over(spec: TrainSpec, tmp_path: Path) -> None
     older = latest_checkpoint(tmp_path)
     assert older is not None
     assert older.name == "checkpoint-2"
-    (tmp_path / "checkpoint-2.complete").unlink()
+    mark = tmp_path / "checkpoint-2.complete"
+    digest = mark.read_bytes()
+    mark.write_bytes(b"\xff\xfe")
+    assert latest_checkpoint(tmp_path) is None, "its mark is damaged"
+    mark.unlink()
     assert latest_checkpoint(tmp_path) is None
+    mark.write_bytes(digest)
+    (tmp_path / "checkpoint-4.complete").unlink()
+    (tmp_path / "checkpoint-4.complete").mkdir()
+    assert latest_checkpoint(tmp_path) == older
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"good-1": ["a"]}', '{"good-1": 5'])
+def test_damaged_scores_of_the_start_are_computed_again(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "start_logprobs.json"
+    save_logprobs(path, {"good-1": np.array([0.1, -2.0])})
+    kept = load_logprobs(path)
+    assert kept is not None
+    assert kept["good-1"].tolist() == [0.1, -2.0]
+    path.write_text(text)
+    assert load_logprobs(path) is None
+    assert load_logprobs(tmp_path / "none.json") is None
 
 
 def test_adapter_of_another_model_is_a_user_error(spec: TrainSpec, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from training_inputs import simpo_spec
 
 from engine import train
 from engine.session import Stop
-from schemas.errors import UserError
+from schemas.errors import StageError, UserError
 
 
 def hold(path: Path) -> int:
@@ -76,3 +76,26 @@ def test_signal_is_taken_when_nobody_reads_any_more() -> None:
     ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, stdout=writing, timeout=60)
     os.close(writing)
     assert ended.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("too long", where="render", fix="cut"), 2, "error: render: too long (cut)\n"),
+        (StageError("rank 0 died\nits last words"), 1, "error: rank 0 died\n"),
+    ],
+)
+def test_an_error_meant_for_the_user_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], error: Exception, code: int, line: str
+) -> None:
+    with pytest.raises(SystemExit) as ended, train.ErrorRecord(tmp_path / "error-rank0.json"):
+        raise error
+    assert ended.value.code == code
+    assert capfd.readouterr().err == line
+    assert json.loads((tmp_path / "error-rank0.json").read_text())["message"] == str(error)
+
+
+def test_an_error_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), train.ErrorRecord(tmp_path / "error-rank0.json"):
+        raise KeyError("x")
+    assert "KeyError" in json.loads((tmp_path / "error-rank0.json").read_text())["traceback"]
