@@ -103,12 +103,12 @@ class _Schedule:
 
 def _balanced(costs: Sequence[PairCost], split: Sequence[int], plan: Plan, n_ranks: int) -> Deal:
     """The pairs at the places `split` over two ranks each, the others on one, every one where it ends first."""
-    schedule = _Schedule(n_ranks)
+    schedule, on_two = _Schedule(n_ranks), set(split)
     for place in sorted(split, key=lambda p: (-costs[p].chosen.total - costs[p].rejected.total, p)):
         first, second = schedule.by_load()[:2]
         chosen_is_longer = costs[place].chosen.total >= costs[place].rejected.total
         schedule.split(place, costs[place], *((first, second) if chosen_is_longer else (second, first)))
-    alone = [(place, *_alone(cost, plan)) for place, cost in enumerate(costs) if place not in set(split)]
+    alone = [(place, *_alone(cost, plan)) for place, cost in enumerate(costs) if place not in on_two]
     for place, work, mode in sorted(alone, key=lambda entry: (-entry[1], entry[0])):
         schedule.alone(place, work, mode, schedule.by_load()[0])
     return schedule.deal()
