@@ -175,20 +175,25 @@ def plan(
         Path, typer.Option(help="whose model, LoRA and optimiser sections count", show_default=str(TWO_GPU))
     ] = _HERE / TWO_GPU,
     model: Annotated[str, typer.Option(help="qwen3-8b, or a folder with config.json; else the configuration's")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="length of the branch")] = 81_920,
+    tokens: Annotated[int, typer.Option(min=2, help="length of the branch")] = 81_920,
     scored: Annotated[int, typer.Option(min=1, help="how many of them are scored")] = 4_096,
-    gpu_gib: Annotated[float, typer.Option(min=0.1, help="memory of one GPU that may be used")] = 23.5,
-    host_gib: Annotated[float, typer.Option(min=0.1, help="host memory to offload to, of all GPUs")] = 64.0,
+    gpu_gib: Annotated[
+        float | None, typer.Option(help="memory of one GPU that may be used", show_default="model.gpu_gib, or 23.5")
+    ] = None,
+    host_gib: Annotated[
+        float | None, typer.Option(help="host memory, of all GPUs", show_default="model.host_gib, or 64")
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="how many GPUs share the pairs of a step")] = 1,
     shared: Annotated[int, typer.Option(min=0, help="tokens that both branches of a pair begin with")] = 0,
     json: Json = False,
 ) -> None:
-    """Predicts memory, component by component, and who does what. Reads a model's config alone; trains nothing."""
+    """Predicts memory, component by component, and who does what. Reads a model's config alone; writes nothing."""
     from schemas.load import load_config
-    from tasks.plan import plan_memory
+    from tasks.plan import plan_memory, plan_request
 
-    lengths, limits = {"n_tokens": tokens, "n_scored": scored, "n_shared": shared}, (gpu_gib, host_gib, gpus)
-    report = plan_memory(load_config(config, set_), *limits, model=model, **lengths)
+    loaded = load_config(config, set_)
+    lengths = {"tokens": tokens, "scored": scored, "shared": shared}
+    report = plan_memory(loaded, plan_request(loaded, **lengths, gpu_gib=gpu_gib, host_gib=host_gib, gpus=gpus), model)
     emit(report, json, report.text())
 
 

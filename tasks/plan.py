@@ -1,42 +1,75 @@
 """`traceforge plan`: what a branch of a given length needs, component by component, before anything is loaded."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
-from artifacts.store import Store
-from engine.budget import memory_setup
+from engine.budget import choose_engine, memory_setup
 from engine.choose import choose_plan, longest_branch
 from engine.cost import cost_model
 from engine.deal import PairCost, deal
 from engine.memory import GIB, Ledger, Setup
 from engine.plan import FIELDS, MemoryPlan
-from schemas.base import Frozen
+from schemas.base import LARGEST, Frozen, Section
 from schemas.config import RunConfig, SimpoConfig
 from schemas.errors import UserError
-from tasks.model import prepare_model
+from tasks.model_shape import SHAPES as SHAPES
+from tasks.model_shape import ModelShape, read_shape
 
-SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-}
-"""Shapes that can be planned for before their weights are here."""
+DEVICE_GIB: Final = 23.5
+HOST_GIB: Final = 64.0
+"""Planned for where neither the command line nor the configuration says how much there is."""
+
+MAX_DEALT_PAIRS: Final = 128
+"""Of a step: all pairs of a plan are equal, so that more would be dealt in the same way again."""
+
+MULTIPROCESSORS: Final = 192
+"""Of the GPU, where sums have a fixed order: more of them take more memory, and no GPU of today has more than these."""
 
 BranchPlanName = Literal["parallel", "sequential", "shared_prefix"]
 PLAN_OF: Final[Mapping[str, BranchPlanName]] = {"split": "parallel", "whole": "sequential", "shared": "shared_prefix"}
+
+
+class PlanRequest(Section):
+    """What to plan for. The fields are the options of the command line."""
+
+    tokens: int = Field(ge=2, description="length of the branch")
+    scored: int = Field(ge=1, description="how many of them are scored")
+    shared: int = Field(default=0, ge=0, description="tokens that both branches of a pair begin with")
+    gpu_gib: float = Field(gt=0, le=4096, description="memory of one GPU that may be used")
+    host_gib: float = Field(gt=0, le=65_536, description="of all processes together, one a GPU")
+    gpus: int = Field(default=1, ge=1, le=64)
+
+    @model_validator(mode="after")
+    def _within_the_branch(self) -> Self:
+        if self.scored >= self.tokens:
+            raise ValueError(f"--scored {self.scored:,} of --tokens {self.tokens:,}: the first token is never scored")
+        if self.shared >= self.tokens:
+            raise ValueError(f"--shared {self.shared:,} of --tokens {self.tokens:,} leaves nothing to compare")
+        return self
+
+
+def plan_request(config: RunConfig, **options: float | None) -> PlanRequest:
+    """The options as they were given, memory that was not from the configuration.
+
+    Raises:
+        UserError: a value that nothing can be planned for.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    base = config.model
+    known = {"gpu_gib": base.gpu_gib or DEVICE_GIB, "host_gib": base.host_gib or HOST_GIB}
+    try:
+        return PlanRequest.model_validate(known | given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        said = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:
+            raise UserError(said) from error
+        name = str(problem["loc"][0])
+        where = f"--{name.replace('_', '-')}" if name in given else f"model.{name}"
+        raise UserError(f"{said.lower()}, got {problem['input']!r}", where=where) from error
 
 
 class CardPlan(Frozen):
@@ -52,13 +85,15 @@ class CardPlan(Frozen):
 class BranchPlan(Frozen):
     """How the pairs of one optimiser step are worked on, by predicted cost."""
 
-    plans: tuple[BranchPlanName, ...] = Field(description="that of each pair of the step")
+    n_pairs: int = Field(description="of a step")
+    plans: tuple[BranchPlanName, ...] = Field(description=f"that of each pair, of the first {MAX_DEALT_PAIRS} at most")
     n_shared: int = Field(description="tokens of the common prefix that were assumed")
     cards: tuple[CardPlan, ...]
 
     def text(self) -> str:
         counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(self.plans).items()))
-        lines = [f"branch plan of a step of {len(self.plans)} pair(s): {counts}"]
+        dealt = f", the first {len(self.plans)} of them" if len(self.plans) < self.n_pairs else ""
+        lines = [f"branch plan of a step of {self.n_pairs:,} pair(s){dealt}: {counts}"]
         for card in self.cards:
             work = "; ".join(card.work) or "nothing"
             lines.append(
@@ -78,7 +113,10 @@ class PlanReport(Frozen):
     host_limit_bytes: int = Field(description="of one process")
     peak_device_bytes: int
     host_bytes: int
-    longest_tokens: int = Field(description="the longest branch that fits the same limits")
+    longest_tokens: int = Field(
+        description="the longest branch that fits the same limits, within a window of the model"
+    )
+    engine: str = Field(description="that the stage runs on a GPU, and why")
     policy: str
     branch_plan: BranchPlan
     ledger: Ledger
@@ -87,8 +125,8 @@ class PlanReport(Frozen):
         return (
             f"{self.ledger.table()}\n\n{self.model}: a branch of {self.n_tokens:,} tokens, {self.n_scored:,} of them "
             f"scored, peaks at {self.peak_device_bytes / GIB:.2f} GiB on the device and {self.host_bytes / GIB:.2f} "
-            f"GiB on the host;\nthe longest that fits is {self.longest_tokens:,} tokens\n{self.policy}\n"
-            f"{self.branch_plan.text()}"
+            f"GiB on the host;\nthe longest that fits is {self.longest_tokens:,} tokens\nengine {self.engine}\n"
+            f"{self.policy}\n{self.branch_plan.text()}"
         )
 
 
@@ -105,23 +143,6 @@ def policy_text(plan: MemoryPlan) -> str:
     sizes = f"tiles of {plan.tile_tokens:,} tokens, {plan.tile_buffers} buffers for them, "
     sizes += f"heads in {plan.head_groups} group(s)"
     return f"policy {plan.policy}: {kept}; {sizes}{staged}"
-
-
-def _model_config(config: RunConfig, model: str) -> tuple[str, Mapping[str, Any]]:
-    """(name, config.json) of a known shape, a config.json or its folder; of the run's own model for an empty name."""
-    if model.lower() in SHAPES:
-        return model.lower(), SHAPES[model.lower()]
-    if not model:
-        ready = prepare_model(config.model, Store(config.store))
-        name, path = ready.name, Path(ready.model.path) / "config.json"
-    else:
-        path = Path(model) if model.endswith(".json") else Path(model) / "config.json"
-        name = path.resolve().parent.name
-    try:
-        return name, json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        known = ", ".join(SHAPES)
-        raise UserError(f"no readable model config ({error})", where=path, fix=f"a folder, or {known}") from error
 
 
 def _shared_ledger(
@@ -143,23 +164,27 @@ def plan_branches(
     *,
     n_gpus: int,
     n_shared: int,
+    undivided: str | None,
     device_bytes: int,
     host_bytes: int,
 ) -> BranchPlan:
     """Deals the pairs of a step, both branches as long as `alone`'s, to the GPUs as the preference stage does.
 
+    Args:
+        undivided: what keeps both branches of a pair from one pass; None: nothing.
+
     Raises:
         UserError: the configured plan cannot be run on so many GPUs, or both branches do not fit behind their prefix.
     """
     n_tokens, n_scored = alone.n_tokens, setup.n_scored
-    if n_shared >= n_tokens:
-        raise UserError(f"a common prefix of {n_shared:,} tokens leaves nothing to compare", where="--shared")
     if simpo.plan == "parallel" and n_gpus % 2:
         raise UserError("plan parallel needs two GPUs a pair", where="--gpus", fix='or simpo.plan = "auto"')
+    if simpo.plan == "shared_prefix" and undivided:
+        raise UserError(f"plan shared_prefix is not possible: {undivided}", where="simpo.plan", fix='use "auto"')
     cost = cost_model(model, recomputes=True, in_blocks=True)
     branch, tail = cost.branch(n_tokens, n_scored), n_tokens - n_shared
     packed, shared = None, None
-    if simpo.plan in ("auto", "shared_prefix"):
+    if simpo.plan in ("auto", "shared_prefix") and not undivided:
         packed = _shared_ledger(model, n_tokens + tail, setup, device_bytes, host_bytes)
         shared = cost.packed(n_shared, tail, tail, 2 * n_scored).total if packed else None
         if packed is None and simpo.plan == "shared_prefix":
@@ -168,7 +193,8 @@ def plan_branches(
                 where="simpo.plan",
                 fix='use "auto"',
             )
-    dealt = deal([PairCost(branch, branch, shared)] * simpo.accumulation, simpo.plan, n_gpus, balanced=simpo.balanced)
+    n_dealt = min(simpo.accumulation, MAX_DEALT_PAIRS)
+    dealt = deal([PairCost(branch, branch, shared)] * n_dealt, simpo.plan, n_gpus, balanced=simpo.balanced)
     work: list[Counter[str]] = [Counter() for _ in range(n_gpus)]
     ledgers = [[alone] for _ in range(n_gpus)]
     for placed in dealt.placed:
@@ -192,52 +218,82 @@ def plan_branches(
         for rank in range(n_gpus)
     )
     in_order = sorted(dealt.placed, key=lambda placed: placed.place)
-    return BranchPlan(plans=tuple(PLAN_OF[placed.mode] for placed in in_order), n_shared=n_shared, cards=cards)
+    return BranchPlan(
+        n_pairs=simpo.accumulation,
+        plans=tuple(PLAN_OF[placed.mode] for placed in in_order),
+        n_shared=n_shared,
+        cards=cards,
+    )
 
 
-def plan_memory(
-    config: RunConfig,
-    device_gib: float,
-    host_gib: float,
-    n_gpus: int = 1,
-    *,
-    model: str = "",
-    n_tokens: int,
-    n_scored: int,
-    n_shared: int = 0,
-) -> PlanReport:
-    """Predicts the memory of the preference stage for one branch, and how a step's pairs are dealt to the GPUs.
-
-    Args:
-        host_gib: of all processes together, one a GPU.
-        n_shared: tokens that both branches of a pair begin with.
+def check_engine(config: RunConfig, shape: ModelShape, n_tokens: int) -> str:
+    """The engine that the preference stage would run on a GPU, and why.
 
     Raises:
-        UserError: no such model, or the branch does not fit; the text says how long one may be.
+        UserError: not the long-context engine, which alone has a ledger.
     """
-    name, model_config = _model_config(config, model)
+    from engine.scorers import _problem  # engine code: torch is loaded only when there is something to plan
+
+    problem = _problem(config.model, shape.config(), config.lora, n_tokens, trains=True)
+    name, why = choose_engine(config.model, problem, n_tokens, on_gpu=True)
+    if name == "plain":
+        raise UserError(
+            f"the stage would run the plain engine ({why}), whose memory is not predicted",
+            where="model.engine",
+            fix="change that to plan for the long-context engine" if problem else 'set it to "auto"',
+        )
+    return f"{name} ({why})"
+
+
+def _undivided(shape: ModelShape) -> str | None:
+    """What keeps both branches of a pair from one pass behind their common prefix."""
+    if shape.window_tokens is not None:
+        return "the model attends within a sliding window"
+    if "dynamic" in shape.rope_type or shape.rope_type == "longrope":
+        return "its rotary embeddings depend on the length"
+    return None
+
+
+def plan_memory(config: RunConfig, asked: PlanRequest, model: str = "") -> PlanReport:
+    """Predicts the memory of the preference stage for one branch, and how a step's pairs are dealt to the GPUs.
+
+    Nothing is written, and of the model its config.json alone is read.
+
+    Args:
+        model: one of `SHAPES`, or a folder with a config.json; the configuration's own where it is empty.
+
+    Raises:
+        UserError: no such model, one that the long-context engine would not train, or the branch does not fit; the
+            text says how long one may be.
+    """
+    name, shape = read_shape(model or config.model.name)
+    engine, model_config = check_engine(config, shape, asked.tokens), shape.config()
     setup = memory_setup(
         config.model,
         lora_rank=config.lora.r,
         lora_targets=config.lora.target_modules,
         optimizer=config.simpo.optimizer,
-        n_scored=n_scored,
-        accumulating=config.simpo.accumulation > 1 or n_gpus == 1,
+        n_scored=asked.scored,
+        accumulating=True,
+        n_multiprocessors=MULTIPROCESSORS,
     )
-    limits = {"device_bytes": int(device_gib * GIB), "host_bytes": int(host_gib * GIB / n_gpus)}
-    plan, ledger = choose_plan(model_config, n_tokens, setup, **limits)
+    limits = {"device_bytes": int(asked.gpu_gib * GIB), "host_bytes": int(asked.host_gib * GIB / asked.gpus)}
+    plan, ledger = choose_plan(model_config, asked.tokens, setup, **limits)
+    branch_plan = plan_branches(
+        model_config, config.simpo, setup, ledger,
+        n_gpus=asked.gpus, n_shared=asked.shared, undivided=_undivided(shape), **limits,
+    )  # fmt: skip
     return PlanReport(
         model=name,
-        n_tokens=n_tokens,
-        n_scored=n_scored,
+        n_tokens=asked.tokens,
+        n_scored=asked.scored,
         device_limit_bytes=limits["device_bytes"],
         host_limit_bytes=limits["host_bytes"],
         peak_device_bytes=ledger.peak_device_bytes,
         host_bytes=ledger.host_bytes,
-        longest_tokens=longest_branch(model_config, setup, **limits),
+        longest_tokens=min(longest_branch(model_config, setup, **limits), shape.window_tokens or LARGEST),
+        engine=engine,
         policy=policy_text(plan),
-        branch_plan=plan_branches(
-            model_config, config.simpo, setup, ledger, n_gpus=n_gpus, n_shared=n_shared, **limits
-        ),
+        branch_plan=branch_plan,
         ledger=ledger,
     )

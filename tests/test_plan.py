@@ -7,22 +7,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from commands import DEMO, invoke
 from conftest import REPOSITORY
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.memory import GIB
-from schemas.config import RunConfig
+from engine.tiny import n_parameters, tiny_qwen3_config
 from schemas.errors import UserError
 from schemas.load import load_config
-from tasks.plan import SHAPES, PlanReport, plan_memory
+from tasks.model_shape import SHAPES
+from tasks.plan import MAX_DEALT_PAIRS, PlanReport, plan_memory, plan_request
+from tasks.tokenizer import VOCAB_SIZE
 
 TWO_GPUS = REPOSITORY / "configs" / "qwen3-8b-2x24g.toml"
 
 
-def planned(n_gpus: int = 1, device_gib: float = 23.5, host_gib: float = 110, **options: Any) -> PlanReport:
-    settings = [f"simpo.{name}={json.dumps(options.pop(name))}" for name in ("plan", "accumulation") if name in options]
-    config: RunConfig = load_config(TWO_GPUS, settings)
-    lengths = {"n_tokens": 81_920, "n_scored": 4096, "model": "qwen3-8b"} | options
-    return plan_memory(config, device_gib, host_gib, n_gpus, **lengths)  # type: ignore[arg-type]
+def planned(gpus: int = 1, *settings: str, model: str = "qwen3-8b", **options: Any) -> PlanReport:
+    """With more host memory than the default; plan and accumulation are keys of the configuration."""
+    settings += tuple(
+        f"simpo.{key}={json.dumps(options.pop(key))}" for key in ("plan", "accumulation") if key in options
+    )
+    config = load_config(TWO_GPUS, settings)
+    asked = {"tokens": 81_920, "scored": 4096, "gpus": gpus, "host_gib": 110} | options
+    return plan_memory(config, plan_request(config, **asked), model)
 
 
 def test_a_pair_on_two_cards_has_a_branch_on_each() -> None:
@@ -44,7 +52,7 @@ def test_processes_share_the_hosts_memory() -> None:
 
 
 def test_a_long_common_prefix_is_computed_once_on_one_card() -> None:
-    report = planned(1, n_shared=77_824, accumulation=1)
+    report = planned(1, shared=77_824, accumulation=1)
     assert report.branch_plan.plans == ("shared_prefix",)
     (card,) = report.branch_plan.cards
     assert card.work == ("both branches, behind their common prefix, of 1 pair(s)",)
@@ -53,15 +61,15 @@ def test_a_long_common_prefix_is_computed_once_on_one_card() -> None:
 
 def test_what_does_not_fit_in_one_pass_is_worked_on_one_after_the_other() -> None:
     """11 GiB hold one branch of 81,920 tokens, not two in one pass."""
-    report = planned(1, device_gib=11, accumulation=2)
+    report = planned(1, gpu_gib=11, accumulation=2)
     assert report.branch_plan.plans == ("sequential", "sequential")
     assert report.branch_plan.cards[0].work == ("both branches, one after the other, of 2 pair(s)",)
     with pytest.raises(UserError, match=r"163,840 tokens, do not fit"):
-        planned(1, device_gib=11, plan="shared_prefix")
+        planned(1, gpu_gib=11, plan="shared_prefix")
 
 
 def test_three_cards_split_what_evens_them_out() -> None:
-    report = planned(3, device_gib=11, host_gib=330, accumulation=8)
+    report = planned(3, gpu_gib=11, host_gib=330, accumulation=8)
     shares = [card.busy_share for card in report.branch_plan.cards]
     assert max(shares) == 1.0
     assert min(shares) > 0.8
@@ -71,9 +79,9 @@ def test_three_cards_split_what_evens_them_out() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_gpus": 3, "plan": "parallel"}, "plan parallel needs two GPUs a pair"),
-        ({"n_shared": 81_920}, "leaves nothing to compare"),
-        ({"n_tokens": 2_000_000}, r"the longest that fits is [\d,]+ tokens"),
+        ({"gpus": 3, "plan": "parallel"}, "plan parallel needs two GPUs a pair"),
+        ({"shared": 81_920}, "leaves nothing to compare"),
+        ({"tokens": 2_000_000}, r"the longest that fits is [\d,]+ tokens"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options: dict[str, Any], message: str) -> None:
@@ -83,7 +91,7 @@ def test_what_cannot_be_planned_is_refused(options: dict[str, Any], message: str
 
 def test_policy_is_told_by_place_and_layers() -> None:
     """The counts in the text are those of the plan's layers."""
-    report = planned(1, device_gib=40)
+    report = planned(1, gpu_gib=40)
     layers = report.ledger.plan.layers
     on_device = sum(layer.gate_up == "device" for layer in layers)
     assert on_device > 0
@@ -100,3 +108,125 @@ def test_a_config_file_is_enough(tmp_path: Path) -> None:
     assert by_folder.model == "mine"
     assert by_folder.peak_device_bytes == by_name.peak_device_bytes
     assert PlanReport.model_validate_json(by_folder.model_dump_json()) == by_folder
+
+
+def test_shapes_are_those_of_the_models_that_are_made() -> None:
+    made = tiny_qwen3_config(VOCAB_SIZE, eos_token_id=0, pad_token_id=0).to_dict()
+    assert SHAPES["tiny-qwen3"].items() <= made.items()
+    with torch.device("meta"):
+        smollm2 = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES["smollm2-135m"]))
+    assert n_parameters(smollm2) == 134_515_008
+
+
+def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration's own model, which a run would make, is planned for by its shape."""
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = invoke("plan", "--config", DEMO, "--tokens", "2048", "--scored", "100")
+    assert code == 0
+    assert "tiny-qwen3: a branch of 2,048 tokens" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_is_the_configurations_unless_it_is_given() -> None:
+    config = load_config(TWO_GPUS, ["model.gpu_gib=12", "model.host_gib=48"])
+    asked = plan_request(config, tokens=100, scored=10, gpu_gib=None, host_gib=80.0)
+    assert (asked.gpu_gib, asked.host_gib) == (12, 80)
+
+
+def test_more_pairs_than_can_be_dealt_are_said() -> None:
+    report = planned(2, tokens=4096, scored=100, accumulation=100_000_000)
+    assert len(report.branch_plan.plans) == MAX_DEALT_PAIRS
+    assert "a step of 100,000,000 pair(s), the first 128 of them: " in report.text()
+
+
+QWEN3 = dict(SHAPES["qwen3-8b"])
+MISTRAL = QWEN3 | {"model_type": "mistral"}
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in QWEN3.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "model_type: Field required"),
+        ([], "should be an object"),
+        (None, "should be an object"),
+        ("[" * 5000, "Invalid JSON"),
+        ({"model_type": "gpt2", "n_embd": 768}, "model_type: gpt2 is trained by the plain engine"),
+        (
+            QWEN3 | {"model_type": "qwen3_moe"},
+            "qwen3_moe is trained by the plain engine, whose memory is not predicted",
+        ),
+        (QWEN3 | {"model_type": "gemma"}, "gemma is trained by the plain engine"),
+        (QWEN3 | {"model_type": ["qwen3"]}, "model_type: Input should be a valid string"),
+        (without("model_type"), "model_type: Field required"),
+        (QWEN3 | {"num_hidden_layers": 0}, "num_hidden_layers: Input should be greater"),
+        (QWEN3 | {"num_hidden_layers": 3.5}, "num_hidden_layers: Input should be a valid integer"),
+        (QWEN3 | {"num_hidden_layers": 3_000_000}, "num_hidden_layers: Input should be less"),
+        (QWEN3 | {"hidden_size": "4096"}, "hidden_size: Input should be a valid integer"),
+        (QWEN3 | {"hidden_size": None}, "hidden_size: Input should be a valid integer"),
+        (QWEN3 | {"head_dim": None}, "transformers does not take it: Validation error for field 'head_dim'"),
+        (QWEN3 | {"head_dim": 0}, "head_dim: Input should be greater"),
+        (QWEN3 | {"vocab_size": -5}, "vocab_size: Input should be greater"),
+        (QWEN3 | {"num_key_value_heads": 0}, "num_key_value_heads: Input should be greater"),
+        (QWEN3 | {"num_key_value_heads": 5}, "num_attention_heads (32) is no multiple of num_key_value_heads (5)"),
+        (QWEN3 | {"rope_scaling": {"type": "yarn"}}, "transformers does not take it: "),
+        (MISTRAL | {"sliding_window": 4096}, "a sliding window of 4,096 tokens on a branch of 8,192"),
+        (MISTRAL, "a sliding window of 4,096 tokens"),  # which transformers takes where there is none
+    ],
+)
+def test_a_model_that_cannot_be_planned_is_one_line(tmp_path: Path, config: object, expected: str) -> None:
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    code, out, err = invoke("plan", "--model", tmp_path, "--tokens", "8192")
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert expected in line
+
+
+def test_a_window_bounds_the_longest_branch_and_keeps_pairs_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL | {"sliding_window": 4096}))
+    report = planned(1, model=str(tmp_path), tokens=2048, scored=100, shared=1024)
+    assert report.longest_tokens == 4096
+    assert set(report.branch_plan.plans) == {"sequential"}
+    with pytest.raises(UserError, match="shared_prefix is not possible: the model attends within a sliding window"):
+        planned(1, model=str(tmp_path), tokens=2048, scored=100, plan="shared_prefix")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--gpu-gib inf", "--gpu-gib: input should be a finite number, got inf"),
+        ("--gpu-gib nan", "--gpu-gib: input should be a finite number, got nan"),
+        ("--gpu-gib 0", "--gpu-gib: input should be greater than 0"),
+        ("--host-gib inf", "--host-gib: input should be a finite number"),
+        ("--host-gib 1e308", "--host-gib: input should be less than or equal to 65536"),
+        ("--set model.gpu_gib=1e308", "model.gpu_gib: input should be less than or equal to 4096"),
+        ("--set model.gpu_gib=5", "does not fit 5.0 GiB on the device"),
+        ("--gpus 100000000", "--gpus: input should be less than or equal to 64"),
+        ("--tokens 99999999999", "--tokens: whole numbers go up to 2147483647"),
+        ("--tokens 1", "'--tokens'"),
+        ("--tokens 4096 --scored 4096", "--scored 4,096 of --tokens 4,096: the first token is never scored"),
+        ("--shared 81920", "leaves nothing to compare"),
+        ("--set lora.dropout=0.1", "the plain engine (the long-context engine does not cover LoRA dropout (0.1))"),
+        ("--set lora.dropout=0.1 --set model.engine=long_context", "does not cover LoRA dropout"),
+        ('--set lora.target_modules=["foo"]', "does not cover LoRA on foo"),
+        ("--set model.backend=unsloth", "qwen3 loaded by unsloth"),
+        ("--set model.engine=plain", "the plain engine (as configured), whose memory is not predicted (set it to"),
+        ("--model /nowhere", "/nowhere/config.json: no readable model config (No such file or directory)"),
+        (f"--model {'a' * 5000}", "no readable model config (File name too long)"),
+        ("--model ~nobody-of-this-name", "no readable model config"),
+        ("--model /dev/null/config.json", "no readable model config (Not a directory)"),
+    ],
+)
+def test_what_training_would_refuse_is_one_line(arguments: str, expected: str) -> None:
+    code, out, err = invoke("plan", "--model", "qwen3-8b", *arguments.split())
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert expected in line
+
+
+def test_a_fixed_order_of_sums_takes_memory() -> None:
+    short: dict[str, Any] = {"tokens": 8192, "scored": 100, "gpu_gib": 10}
+    assert planned(1, "model.deterministic=true", **short).longest_tokens < planned(1, **short).longest_tokens

@@ -1,0 +1,156 @@
+"""The shape of a model: what its config.json says about sizes, checked before anything is computed from it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from engine.budget import LONG_CONTEXT_FAMILIES
+from schemas.errors import UserError
+
+SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+    "tiny-qwen3": {
+        "model_type": "qwen3",
+        "vocab_size": 4096,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+}
+"""Shapes that can be planned for before their weights are here, or made."""
+
+FIX: Final = "give the config.json that came with the model"
+
+
+def _covered(family: str) -> str:
+    if family not in LONG_CONTEXT_FAMILIES:
+        raise ValueError(
+            f"{family:.40} is trained by the plain engine, whose memory is not predicted "
+            f"(the long-context engine covers {', '.join(LONG_CONTEXT_FAMILIES)})"
+        )
+    return family
+
+
+Heads = Annotated[int, Field(ge=1, le=1024)]
+Features = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class ModelShape(BaseModel):
+    """The fields of a config.json that the ledger and the choice of an engine go by; all others are left alone.
+
+    The upper bounds are beyond the largest models of these families (126 layers), and keep planning within a minute.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    model_type: Annotated[str, AfterValidator(_covered)]
+    vocab_size: int = Field(ge=1, le=2**24)
+    hidden_size: Features
+    intermediate_size: Features
+    num_hidden_layers: int = Field(ge=1, le=128)
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None = None
+    head_dim: Annotated[int, Field(ge=1, le=4096)] | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    sliding_window: Annotated[int, Field(ge=1)] | None = None
+    use_sliding_window: bool = False
+    max_window_layers: int = Field(default=0, ge=0)
+    layer_types: tuple[str, ...] | None = None
+    rope_scaling: dict[str, JsonValue] | None = None
+    rope_parameters: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _whole_heads(self) -> Self:
+        heads, key_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if heads % key_heads:
+            raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({key_heads})")
+        if self.head_dim is None and self.hidden_size % heads:
+            raise ValueError(f"hidden_size ({self.hidden_size}) is no multiple of num_attention_heads ({heads})")
+        return self
+
+    def config(self) -> dict[str, Any]:
+        """As a config.json has it: with the fields that were given."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Within which some layer attends; None: every layer sees all."""
+        windowed = self.layer_types is None or "sliding_attention" in self.layer_types
+        return self.sliding_window if windowed else None
+
+    @property
+    def rope_type(self) -> str:
+        rope = self.rope_parameters or self.rope_scaling or {}
+        return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _with_defaults(shape: ModelShape) -> ModelShape:
+    """What transformers makes of it: families differ in what a field that is not given means."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**shape.config())
+    return ModelShape.model_validate_json(config.to_json_string(use_diff=False))
+
+
+def read_shape(model: str) -> tuple[str, ModelShape]:
+    """(name, shape) of one of `SHAPES`, a config.json, or the folder it lies in. Reads that file and writes nothing.
+
+    Raises:
+        UserError: no such model, or a shape that no model of a family with a ledger has.
+    """
+    if model.lower() in SHAPES:
+        return model.lower(), ModelShape.model_validate(SHAPES[model.lower()])
+    path = Path(model) if model.endswith(".json") else Path(model) / "config.json"
+    try:
+        path = path.expanduser()
+        name = path.resolve().parent.name
+        if path.exists() and not path.is_file():
+            raise UserError("not a file", where=path, fix="give a model's folder")
+        text = path.read_bytes()
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user as in ~user
+        reason = error.strerror if isinstance(error, OSError) else error
+        known = ", ".join(SHAPES)
+        raise UserError(
+            f"no readable model config ({reason})", where=path, fix=f"--model takes a folder, or {known}"
+        ) from error
+    try:
+        return name, _with_defaults(ModelShape.model_validate_json(text))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        keys = [*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ")]
+        raise UserError(": ".join(keys), where=path, fix=FIX) from error
+    except Exception as error:  # transformers has no base of its own for what it finds wrong
+        raise UserError(
+            f"transformers does not take it: {' '.join(str(error).split())}", where=path, fix=FIX
+        ) from error
