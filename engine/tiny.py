@@ -1,10 +1,13 @@
 """Weights made on the spot: a small Qwen3 from a seed, and GGUF files turned into an ordinary transformers folder."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import PreTrainedModel
+
+from engine.weights import check_loaded
 
 
 def tiny_qwen3_config(vocab_size: int, *, eos_token_id: int, pad_token_id: int) -> Qwen3Config:
@@ -50,8 +53,16 @@ def convert_gguf(gguf_path: Path, folder: Path) -> int:
 
     Returns:
         the number of parameters.
+
+    Raises:
+        UserError: the file lacks a tensor of its model.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32)
+    kind: Any = AutoModelForCausalLM
+    loaded, info = kind.from_pretrained(
+        gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32,
+        output_loading_info=True, ignore_mismatched_sizes=True,
+    )  # fmt: skip
+    check_loaded(loaded, info, gguf_path)
     config = loaded.config.to_dict()
     del config["quantization_config"]  # the weights are float32 now, but a model that remembers GGUF cannot be saved
     model = AutoModelForCausalLM.from_config(type(loaded.config).from_dict(config))

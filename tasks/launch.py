@@ -47,6 +47,7 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _CLOSING = re.compile(r"Sending process \d+ closing signal")  # a rank has failed, or the agent got a signal itself
 _STEP = re.compile(r"\bstep \d+/\d+ ")
+_RANK = "[rank"  # how its lines begin, where there are several
 _KEPT_LINES = 30
 _KEPT_STEPS = 8
 
@@ -123,9 +124,11 @@ def launch(spec_path: Path, *, n_processes: int = 1, log: Log | None = None, tim
     finally:
         group.stop(log)
     if exit_code != 0 or not is_finished(out):
-        if exit_code < 0 and n_processes > 1:
-            raise agent_killed(out, exit_code)
-        raise root_cause(out, failures, exit_code, tail)
+        killed = exit_code < 0 and n_processes > 1
+        error = agent_killed(out, exit_code) if killed else root_cause(out, failures, exit_code, tail)
+        if log is not None and isinstance(error, StageError):
+            log(f"failed: {str(error).splitlines()[0]}")  # the stage may be tried again, and this is why
+        raise error
 
 
 def environment_of(own: Mapping[str, str], n_processes: int) -> dict[str, str]:
@@ -268,5 +271,5 @@ def _follow(
             kill_at = kill_at or now + AFTER_FAILURE_S
         if found := _FAILED.search(line):
             failures.append((int(found[2]), int(found[1])))
-        if log is not None:
-            log(line)
+        if log is not None and (group.n_processes == 1 or line.startswith(_RANK)):
+            log(line)  # not torch.distributed.run's own: tables and tracebacks of what `root_cause` says in a line

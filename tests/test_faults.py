@@ -58,13 +58,23 @@ def test_killed_rank_takes_the_group_down_and_the_next_run_goes_on(tmp_path: Pat
         assert rank.environ()["MASTER_ADDR"] == "127.0.0.1"  # a host's own name need not resolve, and then ranks wait
         rank.send_signal(signal.SIGKILL)
 
+    lines, watch = list[str](), at_step(5, kill)
+
+    def log(line: str) -> None:
+        lines.append(line)
+        watch(line)
+
     with socket.socket() as stale:
         stale.bind(("127.0.0.1", 29500))
         stale.listen()
         with pytest.raises(StageError, match="rank 1 was ended by SIGKILL"):
-            launch(path, n_processes=2, log=at_step(5, kill))
+            launch(path, n_processes=2, log=log)
         assert time.monotonic() - killed_at < SOON_S
         assert not ranks_of(path.parent)
+        shown = [line for line in lines if not line.startswith("[rank")]  # one line, in place of tables and tracebacks
+        assert len(shown) == 1
+        assert shown[0].startswith("failed: rank 1 was ended by SIGKILL (killed from outside, or out of memory)")
+        assert not [line for line in lines if "Traceback" in line]
         assert not (path.parent / "adapter").exists()
         assert latest_checkpoint(path.parent) is not None
 
