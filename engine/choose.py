@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engine.memory import GIB, Ledger, Setup, _kept_rows, _shapes, dimensions, predict
+from engine.memory import GIB, Ledger, Setup, dimensions, host_bytes_of, predict
 from engine.plan import LayerPlan, MemoryPlan, PolicyName, uniform_plan
 from schemas.errors import UserError
 
@@ -79,11 +79,6 @@ def _sparse_layers(n_layers: int, stride: int, n_attention: int) -> list[LayerPl
     ]
 
 
-def _host_bytes(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup) -> int:
-    """As `predict` has them, without the device's: the search below asks for them some hundred times a plan."""
-    return sum(row.host_bytes for row in _kept_rows(_shapes(dimensions(config, setup), plan, setup, n_tokens, True)))
-
-
 def _within_host(
     config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup, host_bytes: int
 ) -> MemoryPlan | None:
@@ -91,7 +86,7 @@ def _within_host(
 
     Operations a token: restoring an input 2 (D Hq E + 3 D F) (o_proj and MLP), an attention output 2 T Hq E.
     """
-    if _host_bytes(config, n_tokens, plan, setup) <= host_bytes:
+    if host_bytes_of(config, n_tokens, plan, setup) <= host_bytes:
         return plan
     sizes, n_layers = dimensions(config, setup), _n_layers(config)
     attention_cost = 2 * n_tokens * sizes.query_size
@@ -103,7 +98,7 @@ def _within_host(
             return _with_layers(plan, _sparse_layers(n_layers, stride, n_attention))
 
         def fits(n_attention: int, candidate: Callable[[int], MemoryPlan] = candidate) -> bool:
-            return _host_bytes(config, n_tokens, candidate(n_attention), setup) <= host_bytes
+            return host_bytes_of(config, n_tokens, candidate(n_attention), setup) <= host_bytes
 
         n_restored = n_layers - -(-n_layers // stride)
         if best is not None and input_cost * n_restored >= best[0]:

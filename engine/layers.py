@@ -79,7 +79,7 @@ def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 def can_pack(model: nn.Module) -> bool:
     """Whether a token's rotary embedding depends on its position alone, not on the length of what it stands in."""
     decoder: Any = split_head(model)[0]
-    rope_type = getattr(decoder.rotary_emb, "rope_type", "default")
+    rope_type = getattr(getattr(decoder, "rotary_emb", None), "rope_type", "default")
     return "dynamic" not in rope_type and rope_type != "longrope"
 
 

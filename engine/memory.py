@@ -286,6 +286,11 @@ def attention_workspace_bytes(
     return n_tokens * n_heads * ((sums * head_size + 2) * 4 + per_head_grads)
 
 
+def host_bytes_of(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup) -> int:
+    """As `predict` has them, without the device's: a search asks for them some hundred times a plan."""
+    return sum(row.host_bytes for row in _kept_rows(_shapes(dimensions(config, setup), plan, setup, n_tokens, True)))
+
+
 def predict(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup, *, keeps: bool = True) -> Ledger:
     """The ledger of one branch of n_tokens; keeps=False: of one that is only scored, and so keeps nothing."""
     sizes = dimensions(config, setup)

@@ -21,7 +21,7 @@ from engine.cost import cost_model
 from engine.data import BranchTable, Pair, read_pairs
 from engine.deal import describe
 from engine.health import EarlyStop, check_trackers, tracker_callbacks
-from engine.layers import window_of
+from engine.layers import can_pack, window_of
 from engine.loading import load_adapter, load_base, save_adapter
 from engine.out_of_memory import memory_advice
 from engine.preference_trainer import Pairs, PreferenceTrainer
@@ -69,7 +69,7 @@ def _frozen_sample(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _max_packed_tokens(config: SimpoConfig, engine: Engine, model_config: Any, dropout: float, group: Group) -> int:
+def _max_packed_tokens(config: SimpoConfig, engine: Engine, base: Any, dropout: float, group: Group) -> int:
     """The longest shared-prefix pass, in packed tokens; 0 where it is not offered.
 
     Raises:
@@ -78,8 +78,10 @@ def _max_packed_tokens(config: SimpoConfig, engine: Engine, model_config: Any, d
     problem = None
     if dropout > 0:
         problem = "under dropout the two branches of a pair draw different masks over their common prefix"
-    elif window_of(model_config) is not None:
+    elif window_of(base.config) is not None:
         problem = "the model attends within a sliding window"
+    elif not can_pack(base):
+        problem = "the model's rotary embeddings depend on the length of what a token stands in"
     if problem is None and engine.name == "long_context":
         return engine.longest_pair()
     if problem is None:
@@ -194,7 +196,7 @@ def _load(
         references = reference_scores(spec, model, branches, sorted(set(names)), group, folder, scorer, engine.name)
     pairs = Pairs(rows, branches, loss_of(config), kind, references)
     dropout = float(model.peft_config["default"].lora_dropout)  # type: ignore[attr-defined]
-    max_packed_tokens = _max_packed_tokens(config, engine, base.config, dropout, group)
+    max_packed_tokens = _max_packed_tokens(config, engine, base, dropout, group)
     shares = walked and config.plan in ("auto", "shared_prefix")
     packed = [pairs.packed_tokens(index) for index in range(len(pairs))] if shares else []
     engine.pin_host(group.device, max((n for n in packed if n <= max_packed_tokens), default=0))

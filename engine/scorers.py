@@ -199,7 +199,7 @@ def _pack_tokens(planned: Callable[[int], object]) -> int:
     return 0
 
 
-def _problem(
+def long_context_problem(
     base: ModelConfig, config: dict[str, Any], lora: LoraConfig, longest_tokens: int, *, trains: bool
 ) -> str | None:
     """What keeps the long-context engine from a stage; None: nothing that can be known before the model is loaded."""
@@ -243,7 +243,7 @@ def open_engine(
     config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
     lora = _lora_of(spec)
     covered = config.get("model_type") in LONG_CONTEXT_FAMILIES
-    problem = _problem(spec.base, config, lora, longest, trains=optimizer is not None)
+    problem = long_context_problem(spec.base, config, lora, longest, trains=optimizer is not None)
     name, why = choose_engine(spec.base, problem, longest, on_gpu=group.device.type == "cuda")
     budget = budget or measured_budget(spec.base, group)
     if budget is None or not covered:

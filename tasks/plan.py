@@ -232,9 +232,9 @@ def check_engine(config: RunConfig, shape: ModelShape, n_tokens: int) -> str:
     Raises:
         UserError: not the long-context engine, which alone has a ledger.
     """
-    from engine.scorers import _problem  # engine code: torch is loaded only when there is something to plan
+    from engine.scorers import long_context_problem  # engine code: torch is loaded only when there is something to plan
 
-    problem = _problem(config.model, shape.config(), config.lora, n_tokens, trains=True)
+    problem = long_context_problem(config.model, shape.config(), config.lora, n_tokens, trains=True)
     name, why = choose_engine(config.model, problem, n_tokens, on_gpu=True)
     if name == "plain":
         raise UserError(

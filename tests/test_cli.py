@@ -50,7 +50,7 @@ def model_without_weights(folder: Path) -> str:
         (["run", DEMO, "--refresh", "sftt"], "--refresh: no stage 'sftt' (one of ingest, model"),
         (
             ["plan", "--config", DEMO, "--set", "model.name={tmp}/m", "--set", "store={tmp}/s"],
-            "a model folder without weights",
+            "{tmp}/m/config.json: model_type: Field required",
         ),
         (
             ["plan", "--config", DEMO, "--set", "store={tmp}/s", "--gpu-gib", "0.1", "--tokens", "9000000"],

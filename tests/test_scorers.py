@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_models import tiny_model
 from safetensors.torch import load_file
 from training_inputs import float64_norm, make_adapter, make_model, make_tables, simpo_spec
 from transformers import AutoConfig
@@ -24,7 +25,7 @@ from engine.data import BranchTable
 from engine.layers import PACK_TOKENS, LongContextScorer, window_of
 from engine.memory import GIB, Setup
 from engine.scorers import open_engine
-from engine.scores import token_logprobs
+from engine.scores import split_head, token_logprobs
 from engine.session import Stop
 from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig, SimpoConfig
 from schemas.errors import StageError, UserError
@@ -190,6 +191,20 @@ def test_all_ranks_take_the_attention_kernel_that_is_fastest_on_them_together(
     other_s["flash"] = math.inf
     with pytest.raises(StageError, match="no fused attention kernel runs"):  # on both
         engine.agree_on_attention(torch.nn.Module(), Group(world_size=2))
+
+
+def test_no_shared_pass_where_a_tokens_embedding_depends_on_what_stands_behind_it(spec: TrainSpec) -> None:
+    """Both tails of a pair in one pass are longer than either branch: dynamic RoPE would turn the prefix otherwise."""
+    run, branches, model = with_engine(spec, "plain"), BranchTable(spec.branches), tiny_model()
+    engine = open_engine(run, branches, ["good-3"], Group(), optimizer=OPTIMIZER, accumulating=True)
+    config = SimpoConfig(plan="auto")
+    assert preference._max_packed_tokens(config, engine, model, 0.0, Group()) > 0
+    decoder: Any = split_head(model)[0]
+    decoder.rotary_emb.rope_type = "dynamic"
+    assert preference._max_packed_tokens(config, engine, model, 0.0, Group()) == 0
+    asked = config.model_copy(update={"plan": "shared_prefix"})
+    with pytest.raises(UserError, match=r"plan shared_prefix is not possible: .*rotary embeddings depend"):
+        preference._max_packed_tokens(asked, engine, model, 0.0, Group())
 
 
 def test_over_budget_is_refused_before_the_model_is_loaded(
