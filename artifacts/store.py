@@ -82,7 +82,8 @@ def payload_digest(path: Path, digest: Digest = "content") -> tuple[str, int]:
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest(), sum(file.stat().st_size for file in files)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Waits until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -104,7 +105,7 @@ def write_atomically(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-    _fsync(path.parent)
+    fsync(path.parent)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -176,9 +177,9 @@ class Store:
                 shutil.rmtree(target) if target.is_dir() else target.unlink()
         target.parent.mkdir(parents=True, exist_ok=True)
         for file in _folder_files(path) if path.is_dir() else [path]:
-            _fsync(file)
+            fsync(file)
         os.replace(path, target)
-        _fsync(target.parent)
+        fsync(target.parent)
         return ref
 
     def find(

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from artifacts.store import write_atomically
+from artifacts.store import fsync, write_atomically
 from engine.model_folder import cause, reading
 from engine.weights import check_folder, check_loaded
 from schemas.config import LoraConfig, ModelConfig
@@ -173,22 +173,14 @@ def save_adapter(model: PeftModel, folder: Path, *, base_name: str, model_sha256
     try:
         folder.mkdir(parents=True)
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        _fsync(folder / "adapter_model.safetensors")
+        fsync(folder / "adapter_model.safetensors")
         write_atomically(
             folder / "adapter_config.json", json.dumps(plain, indent=2, sort_keys=True, default=str) + os.linesep
         )
         write_atomically(folder / ORIGIN_FILE, json.dumps(origin, indent=2, sort_keys=True) + os.linesep)
-        _fsync(folder.parent)
+        fsync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise StageError(
             f"the adapter could not be written ({cause(error)}). Free some space at {folder.parent} and start again"
         ) from error
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
