@@ -150,7 +150,8 @@ def test_equal_runs_at_the_same_time_compute_once(site: Site) -> None:
     config = site.changed("sft.seed=7")
     n_before = len(site.flow_runs())
     ids = [site.run("traceforge/full", config=config, until="sft") for _ in range(2)]
-    assert [site.ended(run)["state_type"] for run in ids] == ["COMPLETED"] * 2
+    states = [site.ended(run)["state"] for run in ids]
+    assert [state["type"] for state in states] == ["COMPLETED"] * 2, [state["message"] for state in states]
     first, second = [run for run in read_runs(site.folder / "store") if run.sft is not None][-2:]
     assert first.sft == second.sft
     children = {run["id"] for run in site.flow_runs()[n_before:] if run["flow_name"] == "sft"}
