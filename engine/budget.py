@@ -73,6 +73,17 @@ def host_budget(asked_gib: float | None, limits: Sequence[HostLimit]) -> int:
     return int(asked_gib * GIB)
 
 
+def window_of(config: Any) -> int | None:
+    """Tokens of the sliding window that a model of this transformers config attends within; None: it sees all."""
+    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    return getattr(config, "sliding_window", None) if windowed else None
+
+
+def rope_by_length(rope_type: str) -> bool:
+    """Whether a token's rotary embedding depends on the length of what it stands in, besides its position."""
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
 def choose_engine(
     base: ModelConfig, problem: str | None, longest_tokens: int, *, on_gpu: bool
 ) -> tuple[EngineName, str]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from engine.attention import AttentionBackend, fastest, probe_backends
 from engine.block_attention import block_backends
+from engine.budget import LONG_CONTEXT_FAMILIES, rope_by_length, window_of
 from engine.linears import compute_dtype
 from engine.offload import HostPool, numbered
 from engine.plan import MemoryPlan
@@ -24,15 +25,8 @@ from engine.segments import WINDOW_GAP_TOKENS, one_row, packed_rows
 from engine.walk import Sequence, Walk, WalkFunction
 from schemas.errors import UserError
 
-SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 PACK_TOKENS = 16_384
 """Rows are packed up to so many tokens: from there on nothing of a walk's fixed work is left to save."""
-
-
-def window_of(config: Any) -> int | None:
-    """Tokens of the sliding window that a model of this transformers config attends within; None: it sees all."""
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    return getattr(config, "sliding_window", None) if windowed else None
 
 
 def uncovered(config: Any, n_tokens: int, *, trains: bool) -> str | None:
@@ -42,8 +36,8 @@ def uncovered(config: Any, n_tokens: int, *, trains: bool) -> str | None:
         n_tokens: of the longest branch.
     """
     window = window_of(config)
-    if config.model_type not in SUPPORTED_MODELS:
-        return f"model type {config.model_type} (covered: {', '.join(SUPPORTED_MODELS)})"
+    if config.model_type not in LONG_CONTEXT_FAMILIES:
+        return f"model type {config.model_type} (covered: {', '.join(LONG_CONTEXT_FAMILIES)})"
     if config.hidden_act not in ("silu", "swish"):
         return f"activation {config.hidden_act}"
     if trains and getattr(config, "attention_dropout", 0.0):
@@ -80,7 +74,7 @@ def can_pack(model: nn.Module) -> bool:
     """Whether a token's rotary embedding depends on its position alone, not on the length of what it stands in."""
     decoder: Any = split_head(model)[0]
     rope_type = getattr(getattr(decoder, "rotary_emb", None), "rope_type", "default")
-    return "dynamic" not in rope_type and rope_type != "longrope"
+    return not rope_by_length(rope_type)
 
 
 def packs(lengths: dict[int, int], pack_tokens: int) -> list[list[int]]:

@@ -49,6 +49,10 @@ class Setup(BaseModel):
     ordered_on: int = 0  # streaming multiprocessors of a GPU that is to add in a fixed order (0: in any)
     several_blocks: bool = False  # rows packed, or two tails behind a prefix: attention in blocks, merged
 
+    def in_blocks(self) -> Setup:
+        """Of a pack, or of a pair behind its common prefix: the scored tokens of both its sides are held together."""
+        return self.model_copy(update={"several_blocks": True, "n_scored": 2 * self.n_scored})
+
 
 class LedgerRow(BaseModel):
     """One component at the moment it is alive in; "static" is alive always."""

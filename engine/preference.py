@@ -16,12 +16,13 @@ import transformers
 from transformers import PrinterCallback, TrainerState, TrainingArguments
 
 from engine import losses
+from engine.budget import window_of
 from engine.collectives import Group, compare_digests, join, tensor_digest
 from engine.cost import cost_model
 from engine.data import BranchTable, Pair, read_pairs
 from engine.deal import describe
 from engine.health import EarlyStop, check_trackers, tracker_callbacks
-from engine.layers import can_pack, window_of
+from engine.layers import can_pack
 from engine.loading import load_adapter, load_base, save_adapter
 from engine.out_of_memory import memory_advice
 from engine.preference_trainer import Pairs, PreferenceTrainer

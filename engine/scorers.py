@@ -53,11 +53,6 @@ PLANNED_LENGTHS = 32
 """Lengths, evenly spread over the stage's, that the host buffer is sized by. Shorter branches may keep more there."""
 
 
-def _in_blocks(setup: Setup) -> Setup:
-    """Of a pack, or of a pair behind its common prefix: the scored tokens of a pair's two sides are held together."""
-    return setup.model_copy(update={"several_blocks": True, "n_scored": 2 * setup.n_scored})
-
-
 @dataclass(frozen=True)
 class Engine:
     """A scorer and why it is the one."""
@@ -83,7 +78,7 @@ class Engine:
         """Most tokens of a pair, its common prefix counted once, that the long-context engine holds in one walk."""
         if self.setup is None or self.budget is None:
             return 2**31
-        setup = _in_blocks(self.setup)
+        setup = self.setup.in_blocks()
         device_bytes, host_bytes = self.budget
         return longest_branch(self.model_config, setup, device_bytes=device_bytes, host_bytes=host_bytes)
 
@@ -116,7 +111,7 @@ class Engine:
         """
         n_bytes = self.host_bytes
         if pair_tokens and self.setup is not None and self.budget is not None:
-            setup = _in_blocks(self.setup)
+            setup = self.setup.in_blocks()
             n_bytes = max(n_bytes, training_plan(self.model_config, pair_tokens, setup, self.budget)[1].host_bytes)
         if not isinstance(self.scorer, LongContextScorer) or not n_bytes:
             return
@@ -264,7 +259,7 @@ def open_engine(
 
     @cache  # a plan takes about 20 ms, and a stage may have more lengths than a default cache holds
     def planned(length: int, several_blocks: bool = False) -> tuple[MemoryPlan, Ledger]:
-        return plan_and_ledger(config, length, _in_blocks(setup) if several_blocks else setup, budget)
+        return plan_and_ledger(config, length, setup.in_blocks() if several_blocks else setup, budget)
 
     _, ledger = planned(longest)
     pack_tokens = _pack_tokens(lambda length: planned(length, several_blocks=True))

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from engine.budget import LONG_CONTEXT_FAMILIES
+from engine.budget import LONG_CONTEXT_FAMILIES, window_of
 from schemas.errors import UserError
 
 SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -106,8 +106,7 @@ class ModelShape(BaseModel):
     @property
     def window_tokens(self) -> int | None:
         """Within which some layer attends; None: every layer sees all."""
-        windowed = self.layer_types is None or "sliding_attention" in self.layer_types
-        return self.sliding_window if windowed else None
+        return window_of(self)
 
     @property
     def rope_type(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from engine.budget import choose_engine, memory_setup
+from engine.budget import choose_engine, memory_setup, rope_by_length
 from engine.choose import choose_plan, longest_branch
 from engine.cost import cost_model
 from engine.deal import PairCost, deal
@@ -149,9 +149,8 @@ def _shared_ledger(
     model: Mapping[str, Any], n_packed: int, setup: Setup, device_bytes: int, host_bytes: int
 ) -> Ledger | None:
     """The ledger of both branches behind their common prefix; None where they do not fit."""
-    packed = setup.model_copy(update={"several_blocks": True, "n_scored": 2 * setup.n_scored})
     try:
-        return choose_plan(model, n_packed, packed, device_bytes=device_bytes, host_bytes=host_bytes)[1]
+        return choose_plan(model, n_packed, setup.in_blocks(), device_bytes=device_bytes, host_bytes=host_bytes)[1]
     except UserError:
         return None
 
@@ -249,7 +248,7 @@ def _undivided(shape: ModelShape) -> str | None:
     """What keeps both branches of a pair from one pass behind their common prefix."""
     if shape.window_tokens is not None:
         return "the model attends within a sliding window"
-    if "dynamic" in shape.rope_type or shape.rope_type == "longrope":
+    if rope_by_length(shape.rope_type):
         return "its rotary embeddings depend on the length"
     return None
 

@@ -18,11 +18,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from engine import evaluate, loading, preference, scorers, sft
 from engine.attention import BACKENDS
-from engine.budget import Budget, choose_engine, scoring_plan, training_plan
+from engine.budget import Budget, choose_engine, scoring_plan, training_plan, window_of
 from engine.choose import longest_branch
 from engine.collectives import Group
 from engine.data import BranchTable
-from engine.layers import PACK_TOKENS, LongContextScorer, window_of
+from engine.layers import PACK_TOKENS, LongContextScorer
 from engine.memory import GIB, Setup
 from engine.scorers import open_engine
 from engine.scores import split_head, token_logprobs
