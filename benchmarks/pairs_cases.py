@@ -42,6 +42,7 @@ ONE_STEP = {"save_steps": 1}
 WALK = {"engine": "long_context"}
 CASES: dict[str, Case] = {
     "even-and-long": Case(seen_in_order(EVEN + LONG), host_gib=160),
+    "long-81851": Case([(81_851, 81_851)] * 5, host_gib=160),
     "long-131072": Case([(131_072, 131_072)] * 5, host_gib=160),
     "card-12gib": Case([(81_851, 81_851)], 1, simpo={"plan": "sequential"}, base={"gpu_gib": 11.5}, host_gib=56),
     "even-two": Case(seen_in_order(EVEN), simpo={"plan": "parallel"}, host_gib=59),
@@ -65,5 +66,6 @@ CASES: dict[str, Case] = {
     "unsloth-sft": Case(log_uniform(4, 1024, 4096), 1, stage="sft", base={"backend": "unsloth"}),
     "unsloth-pairs": Case(log_uniform(4, 1024, 4096), simpo={"plan": "parallel"}, base={"backend": "unsloth"}),
     "shared-prefix": Case([(81_851, 81_851)] * 3, 1, simpo={"plan": "shared_prefix"}, host_gib=56, n_shared=77_755),
+    "one-branch": Case([(81_851, 81_851)] * 4, 1, stage="sft", host_gib=56),
     "whole-again": Case([(81_851, 81_851)] * 2, 1, simpo={"plan": "sequential"}, host_gib=56, n_shared=77_755),
 }

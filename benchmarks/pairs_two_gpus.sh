@@ -23,7 +23,7 @@ run both.jsonl fixed-two
 python3 -m benchmarks.pairs_two_gpus compare "$out/both.jsonl" --folder "$folder" fixed-two fixed-one
 run both.jsonl uneven-auto uneven-in-order even-two mix-auto mix-in-order fifty-steps
 CUDA_VISIBLE_DEVICES=0 run card0.jsonl shared-prefix &
-CUDA_VISIBLE_DEVICES=1 run card1.jsonl even-one whole-again &
+CUDA_VISIBLE_DEVICES=1 run card1.jsonl one-branch whole-again even-one &
 wait
-run both.jsonl long-131072
+run both.jsonl long-81851 long-131072
 cat "$out"/card0.jsonl "$out"/card1.jsonl >> "$out/both.jsonl"
