@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.engine_case import Case
 from benchmarks.engine_common import N_SCORED, cap_device, median, peaks, random_branch, warm
 from engine.attention import BACKENDS, AttentionBackend
+from engine.block_attention import block_backends
 from engine.choose import choose_plan
 from engine.layers import LongContextScorer
 from engine.memory import GIB, Setup, predict
@@ -111,11 +112,20 @@ def n_last_rows(branch: tuple[Tensor, ...]) -> int:
     return scored_queries(one_row(branch[0].shape[1]), (branch[3] - 1).tolist()).n_rows
 
 
+def attention_of(bench: Bench, n_tokens: int) -> str | None:
+    """The kernel that the engine takes for a branch of that length."""
+    backend = bench.scorer.backend
+    return block_backends(backend, bench.scorer.probe_s).of(n_tokens, n_tokens).name if backend else None
+
+
 def steps_of(bench: Bench, case: Case) -> Iterator[dict[str, Any]]:
     """Forward, backward and optimiser step, `case.steps` times, each measured."""
     optimiser = torch.optim.AdamW(bench.trained, lr=1e-5, fused=bench.device.type == "cuda")
     probed = bench.scorer.choose_backend(bench.model, case.n_tokens, bench.device)
-    bench.scorer.backend = whole = BACKENDS[case.attention] if case.attention else probed
+    whole = probed
+    if case.attention:  # a name of its own keeps small blocks from going to another one
+        whole = BACKENDS[case.attention]._replace(name=f"{case.attention} only")
+    bench.scorer.backend = whole
     if case.layers is not None:
         bench.scorer.backend = stop_after(whole, case.layers * bench.plans[case.n_tokens].head_groups)
     try:
@@ -174,7 +184,7 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
         "host_gib": round(bench.scorer.host_bytes / GIB, 2),
         "host_plan_gib": round(ledger.host_bytes / GIB, 2),
         "n_last_rows": records[0]["n_last_rows"],
-        "attention": case.attention or (bench.scorer.backend.name if bench.scorer.backend else None),
+        "attention": f"{case.attention} only" if case.attention else attention_of(bench, case.n_tokens),
         **({"lengths": case.lengths} if case.shorter else {}),
         "finite": all(record["finite"] for record in records),
         "grad_norms": [float(f"{record['grad_norm']:.4g}") for record in records],

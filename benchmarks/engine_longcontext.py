@@ -19,12 +19,15 @@ And where time is left, what fills the curve and stands beside it:
         --peers transformers:8192 trl:8192 transformers:16384 trl:16384 --last 65536@23.5,stride=2,steps=2 \
         --host-gib 110 --deadline-s 560 --commit COMMIT
 
-What a length costs that is new to all caches, with the kernel that builds a graph for it and with one that does not:
+What a length costs that is new to all caches, with the kernel that builds a graph for it and with one that does not
+(run J had nothing but these on its card, and others' work on the host):
 
-    python -m benchmarks.engine_longcontext out/lengths.jsonl 4096@23.5,steps=8 4096@23.5,steps=8,shorter=64 \
-        4096@23.5,steps=8,shorter=64,attention=flash 8192@23.5,steps=8 8192@23.5,steps=8,shorter=64 \
-        8192@23.5,steps=8,shorter=64,attention=flash 2048@23.5,steps=8 1024@23.5,steps=8 \
-        --host-gib 20 --deadline-s 200 --commit COMMIT
+    python -m benchmarks.engine_longcontext out/lengths.jsonl 4096@23.5,steps=8,attention=cudnn 4096@23.5,steps=8 \
+        4096@23.5,steps=8,shorter=64,attention=cudnn 4096@23.5,steps=8,shorter=64 8192@23.5,steps=8 \
+        8192@23.5,steps=8,attention=flash 8192@23.5,steps=8,shorter=64,attention=cudnn \
+        8192@23.5,steps=8,shorter=64,attention=flash 16384@23.5,steps=8,shorter=64 \
+        16384@23.5,steps=8,shorter=64,attention=flash 2048@23.5,steps=8 1024@23.5,steps=8 \
+        --host-gib 24 --deadline-s 200 --commit COMMIT
 
 A case is TOKENS@GIB with options (`benchmarks.engine_case.Case`): the branch's length and the device memory allowed,
 the allocator held to it. Every step is a forward, a backward and an optimiser step on data of its own. A case's row is

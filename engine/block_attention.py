@@ -1,4 +1,4 @@
-"""Attention over blocks of queries and keys, merged exactly; one causal block goes to the backend as it is.
+"""Attention over blocks of queries and keys, merged exactly; one causal block goes to its backend as it is.
 
 Shapes: T tokens, Q query rows (T, or those of some windows), N rows of one block, M keys of one block, H query heads,
 K key-value heads, E head size.
@@ -11,6 +11,8 @@ each block yields its exact part of dq, dk and dv; the parts are summed in float
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,10 +20,12 @@ from torch import Tensor
 
 from engine.attention import BACKENDS, AttentionBackend
 from engine.kernels import wide
-from engine.segments import KeyBlock, Queries
+from engine.segments import Queries
 
 LARGE_BLOCK = 2**26
-"""Query-key pairs from which on cuDNN's faster kernels are worth the graph it builds for each new shape."""
+"""Query-key pairs from which on cuDNN's faster kernels are worth the graph it builds for each new shape, which branches
+and tails nearly always have: a step of an 8B model on 4,096 tokens gains at most 0.02 s by them, one on 8,192 0.05 s.
+"""
 
 
 class BlockBackends(NamedTuple):
@@ -30,13 +34,25 @@ class BlockBackends(NamedTuple):
     large: AttentionBackend
     small: AttentionBackend
 
-    def of(self, n_queries: int, keys: KeyBlock) -> AttentionBackend:
-        return self.large if n_queries * (keys.stop - keys.start) >= LARGE_BLOCK else self.small
+    def of(self, n_queries: int, n_keys: int) -> AttentionBackend:
+        return self.large if n_queries * n_keys >= LARGE_BLOCK else self.small
+
+    @property
+    def names(self) -> str:
+        """For reports."""
+        if self.large == self.small:
+            return self.large.name
+        return f"{self.large.name}, {self.small.name} under {math.isqrt(LARGE_BLOCK):,} x {math.isqrt(LARGE_BLOCK):,}"
 
 
-def block_backends(chosen: AttentionBackend) -> BlockBackends:
-    """cuDNN compiles for every pair of lengths; blocks come in ever new ones, so small ones go to PyTorch's flash."""
-    return BlockBackends(chosen, BACKENDS["flash"] if chosen.name == "cudnn" else chosen)
+def block_backends(chosen: AttentionBackend, probe_s: Mapping[str, float] | None = None) -> BlockBackends:
+    """Where cuDNN was chosen, which compiles for every new pair of lengths, small blocks go to PyTorch's flash.
+
+    Args:
+        probe_s: seconds that each backend took here, if known (`engine.attention.probe_backends`); flash may refuse.
+    """
+    flash_s = (probe_s or {}).get("flash", 0.0)
+    return BlockBackends(chosen, BACKENDS["flash"] if chosen.name == "cudnn" and flash_s < math.inf else chosen)
 
 
 def _is_one_block(queries: Queries) -> bool:
@@ -59,7 +75,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out_QHE, lse_HQ) of the query rows."""
     if _is_one_block(queries):
-        return backends.large.forward(q_THE, k_TKE, v_TKE, scale, True)
+        return backends.of(queries.n_rows, queries.n_rows).forward(q_THE, k_TKE, v_TKE, scale, True)
     n_heads = q_THE.shape[1]
     out_QHE = torch.empty(queries.n_rows, *q_THE.shape[1:], dtype=q_THE.dtype, device=q_THE.device)
     lse_HQ = torch.empty(n_heads, queries.n_rows, dtype=wide(q_THE[:0]).dtype, device=q_THE.device)
@@ -67,7 +83,7 @@ def forward(
         q_NHE, parts = q_THE[block.start : block.stop], []
         for keys in block.keys:
             span = slice(keys.start, keys.stop)
-            backend = backends.of(block.stop - block.start, keys)
+            backend = backends.of(block.stop - block.start, keys.stop - keys.start)
             parts.append(backend.forward(q_NHE, k_TKE[span], v_TKE[span], scale, keys.causal))
         rows = slice(block.row, block.row + block.stop - block.start)
         out_QHE[rows], lse_HQ[:, rows] = parts[0] if len(parts) == 1 else merge(parts)
@@ -87,7 +103,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad_q_THE, grad_k_TKE, grad_v_TKE); zero for tokens that are no query. dk and dv may be float32."""
     if _is_one_block(queries):
-        return backends.large.backward(grad_out_QHE, q_THE, k_TKE, v_TKE, out_QHE, lse_HQ, scale, True)
+        backend = backends.of(queries.n_rows, queries.n_rows)
+        return backend.backward(grad_out_QHE, q_THE, k_TKE, v_TKE, out_QHE, lse_HQ, scale, True)
     grad_q_THE = torch.zeros(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
     grad_k_TKE, grad_v_TKE = (
         torch.zeros(x.shape, dtype=wide(x[:0]).dtype, device=x.device) for x in (k_TKE, v_TKE)
@@ -98,7 +115,8 @@ def backward(
         total_NHE: Tensor | None = None
         for keys in block.keys:
             span = slice(keys.start, keys.stop)
-            part_NHE, part_k_MKE, part_v_MKE = backends.of(block.stop - block.start, keys).backward(
+            backend = backends.of(block.stop - block.start, keys.stop - keys.start)
+            part_NHE, part_k_MKE, part_v_MKE = backend.backward(
                 grad_out_QHE[rows], q_THE[block.start : block.stop], k_TKE[span], v_TKE[span], out_NHE, lse_HN, scale,
                 keys.causal,
             )  # fmt: skip

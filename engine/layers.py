@@ -175,8 +175,8 @@ class LongContextScorer:
         backend = self.choose_backend(model, layout.n_tokens, device)
         plan_for = self._plan_for if layout.is_one_row else self._packed_plan_for
         walk = Walk(
-            model, sequence, plan_for(layout.n_tokens), block_backends(backend), lambda: self._free_pool(device),
-            chunk_positions=self._chunk_positions, gap_tokens=self._gap_tokens,
+            model, sequence, plan_for(layout.n_tokens), block_backends(backend, self.probe_s),
+            lambda: self._free_pool(device), chunk_positions=self._chunk_positions, gap_tokens=self._gap_tokens,
         )  # fmt: skip
         if not parameters:
             with torch.no_grad():

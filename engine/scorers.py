@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from engine.attention import BACKENDS, fastest
+from engine.block_attention import block_backends
 from engine.budget import (
     LONG_CONTEXT_FAMILIES,
     Budget,
@@ -98,7 +99,8 @@ class Engine:
             return  # off the GPU there is one
         all_s = gather(group, torch.tensor([own_s.get(name, math.inf) for name in BACKENDS], dtype=torch.float64))
         total_s = dict(zip(BACKENDS, all_s.sum(0).tolist(), strict=True))
-        self.scorer.backend = fastest({name: total_s[name] for name in own_s})
+        self.scorer.probe_s = {name: total_s[name] for name in own_s}
+        self.scorer.backend = fastest(self.scorer.probe_s)
 
     def pin_host(self, device: torch.device, pair_tokens: int = 0) -> None:
         """Pins the host buffer once, before step 1: growing it with every longer branch would pin it many times.
@@ -124,7 +126,7 @@ class Engine:
         """What was really in effect, for the report."""
         attention = str(base.config._attn_implementation)
         if isinstance(self.scorer, LongContextScorer) and self.scorer.backend is not None:
-            attention = self.scorer.backend.name
+            attention = block_backends(self.scorer.backend, self.scorer.probe_s).names
         policy = self.ledger.plan.policy if self.ledger else "mlp" if self.name == "long_context" else "autograd"
         found = {"engine": f"{self.name} ({self.why})", "attention": attention, "policy": policy}
         if self.ledger is not None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import attention
-from engine.attention import BACKENDS, fastest, probe_backends
+from engine import attention, block_attention, segments
+from engine.attention import BACKENDS, AttentionBackend, fastest, probe_backends
 from engine.block_attention import block_backends
 from schemas.errors import StageError
 
@@ -68,6 +68,47 @@ def test_no_kernel_that_adds_in_any_order_where_a_fixed_one_is_asked_for() -> No
     seconds = probe_backends(GPU, torch.bfloat16, **SIZES)
     assert seconds == {"flash": 3.0}, "one kernel, whatever is installed and whatever the clock says"
     assert {backend.name for backend in block_backends(fastest(seconds))} == {"flash"}
+
+
+def test_short_branches_do_not_wait_for_a_graph_of_their_length() -> None:
+    """cuDNN builds one for every new length; below 8,192 tokens its kernels do not win that back."""
+    backends = block_backends(BACKENDS["cudnn"], {"cudnn": 1.0, "flash": 2.0})
+    taken = [backends.of(n_tokens, n_tokens).name for n_tokens in (1, 8191, 8192, 400_000)]
+    assert taken == ["flash", "flash", "cudnn", "cudnn"]
+    assert backends.names == "cudnn, flash under 8,192 x 8,192"
+    assert block_backends(BACKENDS["flash"]).names == "flash"
+    refused = block_backends(BACKENDS["cudnn"], {"cudnn": 1.0, "flash": math.inf})
+    assert refused.of(1, 1).name == "cudnn", "a kernel that does not run here is no way out"
+
+
+@pytest.mark.parametrize(("n_tokens", "taken"), [(8, {"small"}), (9, {"large"})])
+def test_a_plain_branch_goes_to_the_backend_of_its_size(
+    n_tokens: int, taken: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_attention, "LARGE_BLOCK", 9 * 9)
+    used = set[str]()
+    backends = block_attention.BlockBackends(*(_noting(name, used) for name in ("large", "small")))
+    queries = segments.all_queries(segments.one_row(n_tokens))
+    q, k, v = (torch.randn(n_tokens, n, 8) for n in (4, 2, 2))
+    out, lse = block_attention.forward(backends, queries, q, k, v, 1.0)
+    assert used == taken
+    used.clear()
+    block_attention.backward(backends, queries, out, q, k, v, out, lse, 1.0)
+    assert used == taken
+
+
+def _noting(name: str, used: set[str]) -> AttentionBackend:
+    """Plain attention that writes its name down when it is used."""
+
+    def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        used.add(name)
+        return BACKENDS["math"].forward(*arguments)
+
+    def backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        used.add(name)
+        return BACKENDS["math"].backward(*arguments)
+
+    return AttentionBackend(name, forward, backward)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
