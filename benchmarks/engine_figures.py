@@ -34,7 +34,7 @@ def main() -> None:
     cases = best_by_length([case for case in results["cases"] if case["what"] == "walk"])
     lengths = [case["tokens_attended"] / 1024 for case in cases]
     peaks = results["runs"][max(case["run"] for case in cases)]["peaks_tflops"]
-    floor_lengths = [4 * 2 ** (i / 4) for i in range(28)]
+    floor_lengths = [2 ** (i / 4) for i in range(36)]
     floor = [1024 * n / floor_s(config_dict(), int(1024 * n), peaks) for n in floor_lengths]
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     speed.plot(floor_lengths, floor, color="0.6", label="floor at measured peaks")
@@ -53,7 +53,7 @@ def main() -> None:
     memory.plot(lengths, [case["allowed_gib"] for case in cases], "_", markersize=14, color="k", label="allowed")
     memory.set(xscale="log", ylim=(0, 25), xlabel="K tokens of one branch", ylabel="GiB on the device")
     for axes in (speed, memory):
-        axes.set_xticks([4, 16, 32, 64, 128, 256, 384], [4, 16, 32, 64, 128, 256, 384])
+        axes.set_xticks([1, 4, 16, 64, 128, 384], [1, 4, 16, 64, 128, 384])
         axes.legend(frameon=False, loc="lower left")
         axes.grid(alpha=0.3)
     target = ROOT / "docs/img/engine_longcontext.svg"
