@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from engine.attention import AttentionBackend, fastest, probe_backends
 from engine.block_attention import block_backends
-from engine.budget import LONG_CONTEXT_FAMILIES, rope_by_length, window_of
+from engine.budget import LONG_CONTEXT_FAMILIES, window_of
 from engine.linears import compute_dtype
 from engine.offload import HostPool, numbered
 from engine.plan import MemoryPlan
+from engine.rope import depends_on_length
 from engine.scores import check_positions, split_head
 from engine.segments import WINDOW_GAP_TOKENS, one_row, packed_rows
 from engine.walk import Sequence, Walk, WalkFunction
@@ -68,13 +69,6 @@ def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
             fix='freeze it, or set model.engine to "plain"',
         )
     return [p for _, p in trained]
-
-
-def can_pack(model: nn.Module) -> bool:
-    """Whether a token's rotary embedding depends on its position alone, not on the length of what it stands in."""
-    decoder: Any = split_head(model)[0]
-    rope_type = getattr(getattr(decoder, "rotary_emb", None), "rope_type", "default")
-    return not rope_by_length(rope_type)
 
 
 def packs(lengths: dict[int, int], pack_tokens: int) -> list[list[int]]:
@@ -167,7 +161,7 @@ class LongContextScorer:
         """
         layout, device = sequence.layout, sequence.input_ids_T.device
         check_model(model, max(s.first_position + s.stop - s.start for s in layout.segments))
-        if not layout.is_one_row and not can_pack(model):
+        if not layout.is_one_row and depends_on_length(split_head(model)[0]):
             raise UserError(
                 "rotary embeddings that depend on the length allow one branch at a time", fix='use plan "auto"'
             )
@@ -188,7 +182,7 @@ class LongContextScorer:
     ) -> Tensor:
         """logp_P in nats; errors as `engine.scores.token_logprobs`, UserError for models the walk does not cover."""
         check_positions(input_ids_BT, rows_P, positions_P)
-        pack_tokens = self.pack_tokens if can_pack(model) else 0
+        pack_tokens = 0 if depends_on_length(split_head(model)[0]) else self.pack_tokens
         pieces, order = [], []
         kept_BT = attention_mask_BT.bool()
         place_BT, n_tokens_B = kept_BT.cumsum(1) - 1, kept_BT.sum(1).tolist()

@@ -22,14 +22,14 @@ from engine.cost import cost_model
 from engine.data import BranchTable, Pair, read_pairs
 from engine.deal import describe
 from engine.health import EarlyStop, check_trackers, tracker_callbacks
-from engine.layers import can_pack
 from engine.loading import load_adapter, load_base, save_adapter
 from engine.out_of_memory import memory_advice
 from engine.preference_trainer import Pairs, PreferenceTrainer
 from engine.reference_scores import reference_scores
+from engine.rope import depends_on_length
 from engine.schedule import training_windows
 from engine.scorers import Engine, open_engine
-from engine.scores import Scorer
+from engine.scores import Scorer, split_head
 from engine.session import (
     Checkpoints,
     StepPrinter,
@@ -81,7 +81,7 @@ def _max_packed_tokens(config: SimpoConfig, engine: Engine, base: Any, dropout: 
         problem = "under dropout the two branches of a pair draw different masks over their common prefix"
     elif window_of(base.config) is not None:
         problem = "the model attends within a sliding window"
-    elif not can_pack(base):
+    elif depends_on_length(split_head(base)[0]):
         problem = "the model's rotary embeddings depend on the length of what a token stands in"
     if problem is None and engine.name == "long_context":
         return engine.longest_pair()
@@ -194,7 +194,8 @@ def _load(
     if kind.needs_reference:
         names = [name for pair in rows for name in (pair.chosen, pair.rejected)]
         folder = Path(spec.reference_folder or out)
-        references = reference_scores(spec, model, branches, sorted(set(names)), group, folder, scorer, engine.name)
+        kernels = f"{engine.name}, {engine.attention(base)}"
+        references = reference_scores(spec, model, branches, sorted(set(names)), group, folder, scorer, kernels)
     pairs = Pairs(rows, branches, loss_of(config), kind, references)
     dropout = float(model.peft_config["default"].lora_dropout)  # type: ignore[attr-defined]
     max_packed_tokens = _max_packed_tokens(config, engine, base, dropout, group)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.rope import forget_lengths
 from engine.scores import check_positions, split_head
 
 
@@ -49,6 +50,7 @@ def hidden_states(model: nn.Module, input_ids_T: Tensor) -> Tensor:
     decoder: Any = split_head(model)[0]
     x_TD = decoder.embed_tokens(input_ids_T)
     position_ids = torch.arange(input_ids_T.numel(), device=input_ids_T.device)[None]
+    forget_lengths(decoder)
     cos_1TE, sin_1TE = decoder.rotary_emb(x_TD, position_ids)
     for layer in decoder.layers:
         attended_TD = _rms_norm(x_TD, layer.input_layernorm)

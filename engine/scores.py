@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from engine.rope import depends_on_length, forget_lengths
+
 Scorer = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -83,6 +85,9 @@ def token_logprobs(
     """
     check_positions(input_ids_BT, rows_P, positions_P)
     decoder, head = split_head(model)
+    if depends_on_length(decoder) and not (len(input_ids_BT) == 1 and bool(attention_mask_BT.all())):
+        return _row_by_row(model, input_ids_BT, attention_mask_BT, rows_P, positions_P, chunk_positions)
+    forget_lengths(decoder)
     hidden_BTD = decoder(
         input_ids=input_ids_BT,
         # what stands to the right of a token never reaches it: with a right mask, causal attention is already exact,
@@ -92,6 +97,26 @@ def token_logprobs(
     ).last_hidden_state
     hidden_PD = hidden_BTD[rows_P, positions_P - 1]
     return chunked_logprobs(hidden_PD, input_ids_BT[rows_P, positions_P], head, chunk_positions)
+
+
+def _row_by_row(
+    model: nn.Module,
+    input_ids_BT: Tensor,
+    attention_mask_BT: Tensor,
+    rows_P: Tensor,
+    positions_P: Tensor,
+    chunk_positions: int,
+) -> Tensor:
+    """logp_P with each row alone and unpadded, for models that compute it otherwise beside a longer one."""
+    pieces, order = [], []
+    for row in rows_P.unique().tolist():
+        kept_T = attention_mask_BT[row].bool()
+        place_T, chosen = kept_T.cumsum(0) - 1, (rows_P == row).nonzero().flatten()
+        ids_1T = input_ids_BT[row][kept_T][None]
+        alone = (torch.ones_like(ids_1T), torch.zeros_like(chosen), place_T[positions_P[chosen]])
+        pieces.append(token_logprobs(model, ids_1T, *alone, chunk_positions=chunk_positions))
+        order.append(chosen)
+    return torch.cat(pieces)[torch.cat(order).argsort()]
 
 
 def branch_scores(logp_P: Tensor, weights_P: Tensor | None = None) -> tuple[Tensor, Tensor]:

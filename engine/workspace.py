@@ -21,6 +21,7 @@ from engine.linears import PackedLinears, compute_dtype
 from engine.offload import Kept, Transfers
 from engine.plan import Dimensions, MemoryPlan
 from engine.qkv import PackedQkv, QkvStore, StagedQkv
+from engine.rope import forget_lengths
 from engine.segments import Layout, Queries
 
 MID_RING = 3  # tiles of the mid residual in flight to the host
@@ -91,6 +92,7 @@ class Workspace:
             ]
         )[None]
         probe = torch.empty(0, dtype=self.sum_dtype, device=self.device)
+        forget_lengths(decoder)
         cos_1TE, sin_1TE = decoder.rotary_emb(probe, positions_1T)
         half = self.head_size // 2
         self.cos_TJ, self.sin_TJ = cos_1TE[0, :, :half].contiguous(), sin_1TE[0, :, :half].contiguous()
