@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from schemas.errors import StageError
+from schemas.errors import StageError, UserError
 
 _LAUNCH_VARIABLES = (
     "RANK",
@@ -140,19 +140,40 @@ def least(group: Group, name: str, values: Sequence[int]) -> list[int]:
     return [min(column) for column in zip(*told, strict=True)]
 
 
+def check_devices(group: Group, uuid: str | None) -> None:
+    """Before anything else is shared: each rank has a GPU of its own, or none has one.
+
+    Args:
+        uuid: of this rank's GPU; None: it has none.
+
+    Raises:
+        UserError: a rank has a GPU and another has none, so that they have no way to talk; or two have the same.
+        PeerLostError: a rank died.
+    """
+    if group.world_size == 1:
+        return
+    gpus = _tell(group, "device", uuid or "none")
+    if set(gpus) == {"none"}:
+        return
+    without = [rank for rank, gpu in enumerate(gpus) if gpu == "none" or gpu in gpus[:rank]]
+    if without:
+        names = ", ".join(map(str, without))
+        raise UserError(
+            f"{len(gpus)} processes on {len(set(gpus) - {'none'})} GPUs: rank {names} has none of its own",
+            where="simpo.n_processes",
+            fix="set it to the number of GPUs that CUDA_VISIBLE_DEVICES shows (with 1 the plan is sequential)",
+        )
+
+
 def join(group: Group) -> None:
     """Meets the other ranks, once. The model is loaded before: unsloth takes a process group for one it should use.
 
     Raises:
         PeerLostError: the others did not come within `MEETING_TIMEOUT_S`.
-        StageError: a rank has a GPU and another has none: they have no way to talk.
     """
     if group.world_size == 1 or dist.is_initialized():
         return
-    launch, kinds = group.launch, _tell(group, "device", group.device.type)
-    if len(set(kinds)) > 1:
-        found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
-        raise StageError(f"all ranks need a GPU, or none may have one ({found})")
+    launch = group.launch
     try:
         dist.init_process_group(
             group.backend,

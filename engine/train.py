@@ -93,6 +93,11 @@ def _stop_with_parent(stop: Stop) -> None:
     threading.Thread(target=wait, name="stop-with-parent", daemon=True).start()
 
 
+def error_file(out: Path, rank: int) -> Path:
+    """Where a rank leaves the error that it ended with."""
+    return out / f"error-rank{rank}.json"
+
+
 def _lock(out: Path, rank: int, stop: Stop) -> None:
     """Makes this process the only one of its rank in the working folder, until it has ended.
 
@@ -109,6 +114,7 @@ def _lock(out: Path, rank: int, stop: Stop) -> None:
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            error_file(out, rank).unlink(missing_ok=True)  # what an earlier rank, ended only now, has to say is its own
             return
         except BlockingIOError as error:
             if time.monotonic() > deadline:
@@ -125,6 +131,25 @@ def _lock(out: Path, rank: int, stop: Stop) -> None:
             time.sleep(0.5)
 
 
+def _see_one_device() -> None:
+    """One device a rank, decided before CUDA starts: a Trainer that sees several would use DataParallel.
+
+    Raises:
+        UserError: CUDA_VISIBLE_DEVICES shows several, and fewer than there are ranks.
+    """
+    local_rank, shown = os.environ.get("LOCAL_RANK"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if local_rank is None or (shown is not None and "," not in shown):
+        return
+    devices = shown.split(",") if shown is not None else None
+    if devices is not None and int(local_rank) >= len(devices):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES shows {len(devices)} GPUs, and rank {local_rank} needs one of its own",
+            where="simpo.n_processes",
+            fix="set it to the number of GPUs",
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(local_rank)] if devices is not None else local_rank
+
+
 def be_deterministic() -> None:
     """Before CUDA starts: kernels that add in a fixed order, or an error where PyTorch has none."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what PyTorch asks for before it takes cuBLAS for deterministic
@@ -138,15 +163,16 @@ def be_deterministic() -> None:
 def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport | EvalReport:
     import transformers
 
-    from engine.collectives import group_of, leave
+    from engine.collectives import check_devices, group_of, leave
     from engine.loading import pick_device
-    from engine.monitor import gpu_uses, load_nvml, monitor_of
+    from engine.monitor import device_uuid, gpu_uses, load_nvml, monitor_of
     from engine.scorers import hold_device
 
     transformers.logging.set_verbosity_error()  # it warns that ranks exist which its Trainer is not told of
     transformers.logging.disable_progress_bar()
     _lock(out, launch.rank, stop)
     group = group_of(launch, pick_device())  # a stage loads its model first and joins the others then
+    check_devices(group, device_uuid(group.device) if group.device.type == "cuda" else None)
     hold_device(spec.base, group.device)
     with monitor_of(out, launch.rank, group.device, load_nvml()) as monitor:
         report = _stage(spec, group, out, stop)
@@ -179,12 +205,8 @@ def main() -> None:
     options = parser.parse_args()
     out = options.spec.resolve().parent
 
-    # one device per worker, decided before CUDA starts: a Trainer that sees several would use DataParallel
-    local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is not None and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
-        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = listed.split(",")[int(local_rank)] if listed else local_rank
-    with ErrorRecord(out / f"error-rank{os.environ.get('RANK', '0')}.json"):
+    with ErrorRecord(error_file(out, int(os.environ.get("RANK", "0")))):
+        _see_one_device()
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns of a CPU kernel it lacks
         spec = TrainSpec.model_validate_json(options.spec.read_text())
         if spec.base.backend == "unsloth" and importlib.util.find_spec("unsloth") is not None:

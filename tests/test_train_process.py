@@ -63,7 +63,32 @@ def test_second_start_of_a_run_is_told_at_once_and_given_up_in_the_end(
         train._lock(tmp_path, 0, Stop())
     assert capsys.readouterr().out.count("waiting up to 1.2 s") == 1
     os.close(held)
+    late = tmp_path / "error-rank0.json"
+    late.write_text("stopped on request after step 5")
     train._lock(tmp_path, 0, Stop())
+    assert not late.exists(), "what the earlier start said as it ended would be taken for the error of this one"
+
+
+@pytest.mark.parametrize(
+    ("shown", "rank", "seen"),
+    [(None, "1", "1"), ("4,7", "1", "7"), ("GPU-1,GPU-2", "0", "GPU-1"), ("3", "1", "3"), ("", "1", "")],
+)
+def test_a_rank_sees_the_device_of_its_number(
+    monkeypatch: pytest.MonkeyPatch, shown: str | None, rank: str, seen: str
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    train._see_one_device()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_more_ranks_than_devices_are_shown_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(UserError, match="shows 2 GPUs, and rank 2 needs one of its own"):
+        train._see_one_device()
 
 
 def test_signal_is_taken_when_nobody_reads_any_more() -> None:
