@@ -12,28 +12,16 @@ import importlib
 import importlib.util
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from artifacts.gpu_samples import Sample, read_samples
 from schemas.reports import GpuUse
 
 SAMPLE_S = 2.0
-
-
-class Sample(NamedTuple):
-    """One line of the CSV; a None is an empty cell: this card does not tell."""
-
-    unix_s: float
-    gpu: str
-    used_bytes: int
-    total_bytes: int
-    busy_percent: int | None
-    power_w: float | None
-    celsius: int | None
 
 
 def load_nvml() -> Any | None:
@@ -96,6 +84,8 @@ class GpuMonitor:
             lines = csv.writer(file)
             if is_new:
                 lines.writerow(Sample._fields)
+            else:
+                file.write("\n")  # ends a line that a full disk or a power cut tore
             while True:
                 lines.writerow(self._sample(handle))
                 file.flush()
@@ -131,29 +121,22 @@ def monitor_of(out: Path, rank: int, device: torch.device, nvml: Any | None) -> 
     return GpuMonitor(out / "gpu" / f"rank{rank}.csv", nvml, uuid)
 
 
-def _mean(values: Sequence[str]) -> float | None:
-    known = [float(value) for value in values if value]
-    return sum(known) / len(known) if known else None
-
-
 def gpu_uses(out: Path) -> tuple[GpuUse, ...]:
     """One summary for each rank whose CSV is in `out`/gpu, in the order of ranks."""
     found = []
     files = sorted((out / "gpu").glob("rank*.csv"), key=lambda path: int(path.stem.removeprefix("rank")))
     for file in files:
-        with file.open(newline="", encoding="utf-8") as lines:
-            rows = [row for row in csv.DictReader(lines) if None not in row.values()]  # the last line may be torn
-        if rows:
-            powers_w = [float(row["power_w"]) for row in rows if row["power_w"]]
+        if rows := read_samples(file):
+            busy = [row.busy_percent for row in rows if row.busy_percent is not None]
             found.append(
                 GpuUse(
                     rank=int(file.stem.removeprefix("rank")),
-                    name=rows[0]["gpu"],
+                    name=rows[0].gpu,
                     n_samples=len(rows),
-                    total_bytes=int(rows[0]["total_bytes"]),
-                    peak_used_bytes=max(int(row["used_bytes"]) for row in rows),
-                    mean_busy_percent=_mean([row["busy_percent"] for row in rows]),
-                    peak_power_w=max(powers_w, default=None),
+                    total_bytes=rows[0].total_bytes,
+                    peak_used_bytes=max(row.used_bytes for row in rows),
+                    mean_busy_percent=sum(busy) / len(busy) if busy else None,
+                    peak_power_w=max((row.power_w for row in rows if row.power_w is not None), default=None),
                 )
             )
     return tuple(found)

@@ -191,3 +191,18 @@ def test_without_samples_the_card_has_no_picture(tmp_path: Path) -> None:
     ref = Ref(kind="adapter", path="/a", sha256="0" * 64, n_bytes=1)
     assert "NVML" not in card(Trained(adapter=ref, report=report(tmp_path))).markdown
     assert gpu_picture(tmp_path) == ""
+
+
+@pytest.mark.parametrize("n_torn", range(1, 75, 3))
+def test_a_line_that_was_torn_costs_itself_and_not_the_run(tmp_path: Path, n_torn: int) -> None:
+    """As a full disk tears one: the run that goes on appends to it."""
+    path = tmp_path / "gpu" / "rank0.csv"
+    for _ in range(2):
+        with GpuMonitor(path, FakeNvml((5.0,)), "GPU-1", sample_s=60):
+            pass
+        path.write_text(path.read_text()[:-n_torn])
+    with GpuMonitor(path, FakeNvml((7.0,)), "GPU-1", sample_s=60):
+        pass
+    (use,) = gpu_uses(tmp_path)
+    assert use.peak_used_bytes == 7.0 * GIB
+    assert gpu_picture(tmp_path / "gpu").startswith("data:")
