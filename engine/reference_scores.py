@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from peft import PeftModel
 
-from engine.budget import EngineName
 from engine.collectives import Group, gather
 from engine.data import Branch, BranchTable, collate, to_device
 from engine.scores import Scorer, branch_scores
@@ -41,10 +40,14 @@ def branch_key(branch: Branch) -> str:
     return digest.hexdigest()
 
 
-def file_of(spec: TrainSpec, folder: Path, engine: EngineName) -> Path:
-    """The file of scores that belong to this model as it is loaded, and to the engine, which rounds in its own way."""
+def file_of(spec: TrainSpec, folder: Path, kernels: str) -> Path:
+    """The file of scores that belong to this model as it is loaded, and to what computed them.
+
+    Args:
+        kernels: names of the engine and of its attention, which round in their own way.
+    """
     base = spec.base
-    identity = [spec.model.sha256, base.dtype, base.quantization, base.backend, engine, "adapter off"]
+    identity = [spec.model.sha256, base.dtype, base.quantization, base.backend, kernels, "adapter off"]
     return folder / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}.jsonl"
 
 
@@ -98,16 +101,16 @@ def reference_scores(
     group: Group,
     folder: Path,
     scorer: Scorer,
-    engine: EngineName,
+    kernels: str,
 ) -> dict[str, float]:
     """branch_id -> mean log-probability under the base model (nats per scored token), from the file where it has it.
 
-    Every rank calls it with the same names; rank 0 writes.
+    Every rank calls it with the same names; rank 0 writes. `kernels`: as in `file_of`.
 
     Raises:
         PeerLostError: another rank died.
     """
-    path = file_of(spec, folder, engine)
+    path = file_of(spec, folder, kernels)
     keys = {name: branch_key(branches[name]) for name in names}
     known = read_scores(path)
     # one rank may read while another appends: all go by what rank 0 has read

@@ -122,13 +122,16 @@ class Engine:
         self.scorer.reserve_host(n_bytes, device)
         print(f"host memory: pinned in {time.monotonic() - started_s:.1f} s", flush=True)
 
+    def attention(self, base: Any) -> str:
+        """The kernels that this base model's branches take, once they are chosen."""
+        if isinstance(self.scorer, LongContextScorer) and self.scorer.backend is not None:
+            return block_backends(self.scorer.backend, self.scorer.probe_s).names
+        return str(base.config._attn_implementation)
+
     def settings(self, base: Any) -> dict[str, str]:
         """What was really in effect, for the report."""
-        attention = str(base.config._attn_implementation)
-        if isinstance(self.scorer, LongContextScorer) and self.scorer.backend is not None:
-            attention = block_backends(self.scorer.backend, self.scorer.probe_s).names
         policy = self.ledger.plan.policy if self.ledger else "mlp" if self.name == "long_context" else "autograd"
-        found = {"engine": f"{self.name} ({self.why})", "attention": attention, "policy": policy}
+        found = {"engine": f"{self.name} ({self.why})", "attention": self.attention(base), "policy": policy}
         if self.ledger is not None:
             found["predicted_device_gib"] = f"{self.ledger.peak_device_bytes / GIB:.2f}"
             found["predicted_host_gib"] = f"{self.ledger.host_bytes / GIB:.2f}"

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from artifacts.store import payload_digest, write_atomically
+from artifacts.store import fsync, payload_digest, write_atomically
 from engine.collectives import Group, compare_digests, gather, tensor_digest
 from engine.loading import trainable_parameters
 from engine.monitor import AllocatorPeaks
@@ -206,6 +206,8 @@ class Checkpoints(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         checkpoint = self.out / f"checkpoint-{state.global_step}"
         try:
+            for path in (*checkpoint.rglob("*"), checkpoint):  # before the older ones go: power may fail
+                fsync(path)
             write_atomically(self.out / f"{checkpoint.name}.{COMPLETE_FILE}", payload_digest(checkpoint)[0])
         except OSError as error:
             raise _not_written(checkpoint, error) from error

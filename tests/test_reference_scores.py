@@ -61,9 +61,10 @@ def test_second_run_only_spot_checks(spec: TrainSpec, tmp_path: Path) -> None:
     assert first == second
 
 
-def test_each_engine_has_scores_of_its_own(spec: TrainSpec, tmp_path: Path) -> None:
+def test_each_engine_and_attention_has_scores_of_its_own(spec: TrainSpec, tmp_path: Path) -> None:
     """They round differently, and sums over thousands of tokens would show that: nothing of one serves the other."""
-    assert file_of(spec, tmp_path, "plain") != file_of(spec, tmp_path, "long_context")
+    names = ("plain, sdpa", "long_context, cudnn", "long_context, flash")
+    assert len({file_of(spec, tmp_path, kernels) for kernels in names}) == 3
 
 
 def test_torn_and_altered_lines_are_computed_again(spec: TrainSpec, tmp_path: Path) -> None:
