@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from engine.choose import SIZES, choose_plan, longest_branch, sized_plans
+from engine.choose import SIZES, Budget, choose_plan, longest_branch, sized_plans
 from engine.host_memory import HostLimit, tightest
 from engine.memory import GIB, BaseFormat, Ledger, Optimiser, Setup, predict
 from engine.plan import MemoryPlan, uniform_plan
@@ -25,13 +25,6 @@ HOST_SHARE = 0.9
 
 MISSED_SHARE = 0.05
 """Of the device memory allowed: what to plan without, at least, where the ledger's plan did not fit."""
-
-
-class Budget(NamedTuple):
-    """What one rank may use."""
-
-    device_bytes: int
-    host_bytes: int
 
 
 class Stand(NamedTuple):

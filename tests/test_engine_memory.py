@@ -58,7 +58,8 @@ def plan_of(text: dict[str, Any]) -> MemoryPlan:
 
 
 def measured_cases() -> list[dict[str, Any]]:
-    rows = json.loads(RESULTS.read_text())["cases"]
+    """Those of one length: a peak over several is that of a shorter branch, of which more was kept."""
+    rows = [row for row in json.loads(RESULTS.read_text())["cases"] if "lengths" not in row]
     return [{"case": f"{row['tokens_attended']}@{row['allowed_gib']}"} | row for row in rows]
 
 
@@ -144,8 +145,8 @@ def held_by_that_run(case: dict[str, Any], plan: MemoryPlan) -> int:
 def test_the_ledger_is_what_was_measured(case: dict[str, Any]) -> None:
     """Allocated peaks measured on an H200, of whole steps and of steps whose backward ended after some layers.
 
-    Runs A and B: within 6 MiB of 10 to 77 GiB, once what their code held beside is counted. Where run F computed
-    attention again (393,216 tokens), its code held the outputs of all groups for that, in place of two: 2.2 GiB, of
+    Runs A and B: within 6 MiB of 10 to 77 GiB, once what their code held beside is counted. Where attention was
+    computed again (393,216 tokens), run F's code held the outputs of all groups for that, in place of two: 2.2 GiB, of
     which the peak grew by 0.4.
     """
     plan = plan_of(case["plan"])
@@ -153,9 +154,10 @@ def test_the_ledger_is_what_was_measured(case: dict[str, Any]) -> None:
     ledger = predict(QWEN3_8B, case["tokens_attended"], plan, setup)
     assert ledger.host_bytes / GIB == pytest.approx(case["host_plan_gib"], abs=0.01)
     assert ledger.peak_device_bytes / GIB == pytest.approx(case["allocated_gib"], rel=0.05)
-    if case["run"] > "C" and all(layer.attention != "recompute" for layer in plan.layers):
+    held_all_groups = case["run"] == "F" and any(layer.attention == "recompute" for layer in plan.layers)
+    if case["run"] > "C" and not held_all_groups:
         assert ledger.peak_device_bytes / GIB > case["allocated_gib"] - 0.01  # too high at most: by up to 0.4 GiB
-    if case["run"] > "C" and any(layer.attention == "recompute" for layer in plan.layers):
+    if held_all_groups:
         restoring = sum(ledger.device_bytes_of(moment) for moment in ("static", "kept", "backward_restore"))
         held = (plan.head_groups - 2) * case["tokens_attended"] * 4096 // plan.head_groups * 2
         assert (restoring + held) / GIB == pytest.approx(case["allocated_gib"], rel=0.01)
@@ -199,6 +201,26 @@ def test_a_small_host_drops_inputs_before_attention() -> None:
     assert ledger.host_bytes <= 110 * GIB
     assert plan.scratch_inputs > 0
     assert sum(layer.attention == "host" for layer in plan.layers) > sum(x.input == "host" for x in plan.layers)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "gpu_gib", "host_gib"), [(8192, 23.5, 0.5), (20_000, 80, 2), (50_176, 23.5, 0), (131_072, 138, 16)]
+)
+def test_what_a_small_host_has_no_room_for_stays_on_the_device(n_tokens: int, gpu_gib: float, host_gib: float) -> None:
+    budget = {"device_bytes": int(gpu_gib * GIB), "host_bytes": int(host_gib * GIB)}
+    plan, ledger = choose_plan(QWEN3_8B, n_tokens, Setup(), **budget)
+    assert ledger.peak_device_bytes <= budget["device_bytes"]
+    assert ledger.host_bytes <= budget["host_bytes"]
+    assert {"device"} <= {layer.input for layer in plan.layers}
+    n_again = sum(layer.attention == "recompute" for layer in plan.layers)
+    assert n_again <= (23 if n_tokens == 50_176 else 0), "what the device has room for is not computed again"
+    assert longest_branch(QWEN3_8B, Setup(), **budget) >= n_tokens // 1024 * 1024
+
+
+def test_a_little_work_less_is_not_worth_device_memory() -> None:
+    """What the 393,216 tokens of docs/ENGINE.md were measured with: all that is kept is on the host."""
+    plan, _ = choose_plan(QWEN3_8B, 393_216, Setup(), device_bytes=int(23.5 * GIB), host_bytes=110 * GIB)
+    assert "device" not in {layer.input for layer in plan.layers} | {layer.attention for layer in plan.layers}
 
 
 def test_over_budget_names_the_longest_that_fits() -> None:

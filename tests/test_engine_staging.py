@@ -17,7 +17,7 @@ from torch import Tensor
 import engine.walk
 from engine import choose, reference
 from engine.budget import Budget, scoring_plan
-from engine.choose import choose_plan, longest_branch
+from engine.choose import _sparse_layers, choose_plan, longest_branch
 from engine.layers import LongContextScorer
 from engine.memory import GIB, Setup, predict
 from engine.offload import Kept, Transfers
@@ -58,6 +58,16 @@ def test_staged_equals_the_oracle(architecture: str, layers: tuple[LayerPlan, ..
     model = tiny_model(architecture, num_hidden_layers=5)
     for options in ({}, {"gap_tokens": 1}):
         assert_equal(model, scorer_of(plan_of(layers, staged=True), **options), one_row(SCATTERED))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("stride", [1, 2, 5])
+@pytest.mark.parametrize("n_on_device", [1, 3, 5])
+def test_what_a_small_host_leaves_on_the_device_equals_the_oracle(staged: bool, stride: int, n_on_device: int) -> None:
+    layers = tuple(_sparse_layers(5, stride, 3, n_on_device))
+    model = tiny_model(num_hidden_layers=5)
+    for options in ({}, {"gap_tokens": 1}):
+        assert_equal(model, scorer_of(plan_of(layers, staged=staged), **options), one_row(SCATTERED))
 
 
 @pytest.mark.parametrize("tile", [1, 7, N_TOKENS, 1000])
