@@ -27,12 +27,12 @@ from engine.collectives import Group, sum_gradients
 from engine.cost import CostModel
 from engine.data import Branch, BranchTable, Pair, collate, to_device
 from engine.deal import Deal, PairCost, Plan, deal
-from engine.health import kl_to_start
+from engine.health import check_gradients, kl_to_start
 from engine.loading import trainable_parameters
 from engine.losses import PairLoss
 from engine.monitor import AllocatorPeaks
 from engine.scores import Scorer, branch_scores
-from engine.session import Meter, StageTrainer, Stop, check_gradients
+from engine.session import Meter, StageTrainer, Stop
 from engine.shared_prefix import common_prefix, shared_prefix_logprobs
 
 

@@ -21,10 +21,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from artifacts.store import fsync, payload_digest, write_atomically
 from engine.collectives import Group, compare_digests, gather, tensor_digest
+from engine.health import check_finite
 from engine.loading import trainable_parameters
 from engine.monitor import AllocatorPeaks
 from schemas.config import OptimizerConfig, Tracker
-from schemas.errors import StageError
+from schemas.errors import StageError, UserError
 from schemas.reports import TrainPoint
 
 COMPLETE_FILE = "complete"
@@ -140,7 +141,8 @@ def trainer_settings(
 def _not_written(folder: Path, error: Exception) -> StageError:
     shutil.rmtree(folder, ignore_errors=True)
     why = str(error).splitlines()[0]
-    full = "space" in why.lower() or "quota" in why.lower()  # safetensors has no number of an error, but its words
+    # by their words, since neither safetensors nor PyTorch, which only finds that it wrote less, has an error's number
+    full = any(word in why.lower() for word in ("space", "quota", "unexpected pos"))
     advice = f"Free some space at {folder.parent}" if full else f"Look at {folder.parent}"
     return StageError(
         f"{folder.name} could not be written ({why}); what was saved before is whole. {advice} and start again"
@@ -180,10 +182,14 @@ class Checkpoints(TrainerCallback):
 
     Before a save the ranks compare their adapters, so a checkpoint never hides that they have drifted apart. To be
     added after `EarlyStop`: both decide once a step is in the log.
+
+    Args:
+        run: digest of the spec, which a checkpoint belongs to.
     """
 
-    def __init__(self, group: Group, model: nn.Module, out: Path, save_steps: int, stop: Stop) -> None:
+    def __init__(self, group: Group, model: nn.Module, out: Path, save_steps: int, stop: Stop, *, run: str) -> None:
         self.group, self.model, self.out, self.save_steps, self.stop = group, model, out, save_steps, stop
+        self.run = run
 
     def on_log(
         self,
@@ -199,7 +205,9 @@ class Checkpoints(TrainerCallback):
             control.should_training_stop = True
         due = state.global_step % self.save_steps == 0 or state.global_step >= state.max_steps
         if due or control.should_training_stop:
-            digests = {name: tensor_digest(p) for name, p in trainable_parameters(self.model).items()}
+            trained = trainable_parameters(self.model)
+            check_finite(trained, f"after step {state.global_step}")
+            digests = {name: tensor_digest(p) for name, p in trained.items()}
             compare_digests(self.group, digests, f"in the adapter after step {state.global_step}")
             control.should_save = self.group.rank == 0
 
@@ -208,7 +216,8 @@ class Checkpoints(TrainerCallback):
         try:
             for path in (*checkpoint.rglob("*"), checkpoint):  # before the older ones go: power may fail
                 fsync(path)
-            write_atomically(self.out / f"{checkpoint.name}.{COMPLETE_FILE}", payload_digest(checkpoint)[0])
+            mark = f"{payload_digest(checkpoint)[0]} {self.run}"
+            write_atomically(self.out / f"{checkpoint.name}.{COMPLETE_FILE}", mark)
         except OSError as error:
             raise _not_written(checkpoint, error) from error
         for old in _checkpoints(self.out)[:-KEPT_CHECKPOINTS]:
@@ -240,28 +249,32 @@ def _checkpoints(out: Path) -> list[Path]:
     return sorted(out.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
 
 
-def latest_checkpoint(out: Path) -> Path | None:
-    """The newest checkpoint that was written to its end and still is what was written; None without one."""
+def latest_checkpoint(out: Path, run: str | None = None) -> Path | None:
+    """The newest checkpoint that was written to its end and still is what was written; None without one.
+
+    Args:
+        run: digest of the spec that it has to belong to.
+
+    Raises:
+        UserError: it belongs to another one: its folder was given another spec.
+    """
     for checkpoint in reversed(_checkpoints(out)):
         mark = out / f"{checkpoint.name}.{COMPLETE_FILE}"
         with contextlib.suppress(OSError, ValueError):  # no mark, or one that is damaged: the checkpoint does not count
-            if mark.read_text() == payload_digest(checkpoint)[0]:
-                return checkpoint
+            content, its_run = mark.read_text().split()
+            if content != payload_digest(checkpoint)[0]:
+                continue
+            if run not in (None, its_run):
+                raise UserError(
+                    "the checkpoint belongs to another spec than spec.json beside it", where=checkpoint,
+                    fix="give each spec a folder of its own, or remove this one's checkpoints",
+                )  # fmt: skip
+            return checkpoint
     return None
 
 
 def resumed_step(checkpoint: Path | None) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
-
-
-def check_gradients(parameters: Mapping[str, nn.Parameter], what: str) -> None:
-    """StageError naming the first parameter whose gradient is not finite, before anything is stepped or saved."""
-    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-    if torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
-        return  # asked once: asking each of hundreds of tensors on a GPU took 1 % of a step
-    for name, parameter in parameters.items():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-            raise StageError(f"the gradient of {name} is not finite; training stopped at {what}")
 
 
 def curve(log_history: Sequence[Mapping[str, Any]], epochs: float = 1.0) -> tuple[TrainPoint, ...]:

@@ -28,7 +28,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from engine.collectives import Group, join
 from engine.cost import CostModel, cost_model
 from engine.data import Batch, BranchTable, EpochLoader, ShuffledBatches, collate, length_bucketed, padding_share
-from engine.health import EarlyStop, check_trackers, tracker_callbacks
+from engine.health import EarlyStop, check_gradients, check_trackers, tracker_callbacks
 from engine.loading import load_base, load_tokenizer, new_adapter, save_adapter, trainable_parameters
 from engine.monitor import AllocatorPeaks
 from engine.out_of_memory import memory_advice
@@ -40,7 +40,6 @@ from engine.session import (
     StageTrainer,
     StepPrinter,
     Stop,
-    check_gradients,
     curve,
     first_and_last_loss,
     latest_checkpoint,
@@ -169,10 +168,10 @@ def train(
         trainer = _load(spec, config, group, out, stop, engine, scorer or engine.scorer, branches, names, batches)
         watched.trainer = trainer
         early_stop = EarlyStop(config.early_stop)
-        checkpoints = Checkpoints(group, trainer.policy, out, config.save_steps, stop)
+        checkpoints = Checkpoints(group, trainer.policy, out, config.save_steps, stop, run=spec.digest())
         for callback in (early_stop, checkpoints, StepPrinter(), *tracker_callbacks(spec, config.trackers)):
             trainer.add_callback(callback)
-        checkpoint = latest_checkpoint(out)
+        checkpoint = latest_checkpoint(out, spec.digest())
         if checkpoint is not None:
             trainer.meter.restore(
                 transformers.TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history

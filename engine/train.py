@@ -4,8 +4,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m engine.train spec.json  one branch a rank
 
 Exit status 0 means `report.json` is there, and `finished.json` says that it is whole. Otherwise `error-rank<r>.json`
-holds that rank's own error. SIGTERM saves a checkpoint at the next step and ends; the next start with the same spec
-goes on from there.
+holds that rank's own error. SIGTERM, or Ctrl-C, saves a checkpoint at the next step and ends; the next start with the
+same spec goes on from there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from artifacts.finished import mark_finished
 from artifacts.store import write_atomically
 from schemas.errors import StageError, UserError
-from schemas.spec import TrainSpec
+from schemas.spec import TrainSpec, read_spec
 
 if TYPE_CHECKING:
     from engine.collectives import Group, Launch
@@ -60,14 +60,20 @@ class ErrorRecord:
     ) -> None:
         if kind is None or error is None:
             return
+        steps = "".join(traceback.format_exception(kind, error, trace))
+        if isinstance(error, OSError):  # a full disk, a folder that is read only: the system's refusal, not a fault
+            place = error.filename or self.path.parent
+            kind, error = StageError, StageError(f"{place}: {error.strerror or error}")
         record = {
             "time": time.time(),
             "type": kind.__name__,
             "message": str(error),
             "user_error": [error.what, error.where, error.fix] if isinstance(error, UserError) else None,
-            "traceback": "".join(traceback.format_exception(kind, error, trace)),
+            "traceback": steps,
         }
-        write_atomically(self.path, json.dumps(record))
+        with contextlib.suppress(OSError):  # where it cannot be written either, the line below has to do
+            if self.path.parent.is_dir():
+                write_atomically(self.path, json.dumps(record))
         if isinstance(error, (UserError, StageError)):
             print(f"error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
             raise SystemExit(2 if isinstance(error, UserError) else 1)
@@ -79,7 +85,10 @@ def _stop_on_signal(stop: Stop) -> None:
         with contextlib.suppress(OSError):  # not `print`: the signal may have come in the middle of another one
             os.write(1, b"asked to stop: saving at the end of this step\n")
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends it at once
+
     signal.signal(signal.SIGTERM, wish)
+    signal.signal(signal.SIGINT, wish)
 
 
 def _stop_with_parent(stop: Stop) -> None:
@@ -208,7 +217,7 @@ def main() -> None:
     with ErrorRecord(error_file(out, int(os.environ.get("RANK", "0")))):
         _see_one_device()
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns of a CPU kernel it lacks
-        spec = TrainSpec.model_validate_json(options.spec.read_text())
+        spec = read_spec(options.spec)
         if spec.base.backend == "unsloth" and importlib.util.find_spec("unsloth") is not None:
             importlib.import_module("unsloth")  # it replaces parts of transformers and peft, so it comes before them
         if spec.base.deterministic:

@@ -1,6 +1,7 @@
 """The error that a group of ranks ended with, from what they left on disk and from how they ended."""
 
 import json
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,4 +50,7 @@ def root_cause(out: Path, failures: list[tuple[int, int]], exit_code: int, tail:
         return StageError(f"rank {rank} was ended by {signal.Signals(signum).name}{why}; the other ranks were stopped")
     if records:
         return StageError(f"rank {records[0][0]}: {records[0][1]['message']}")
+    said = next((line.partition("error: ")[2] for line in tail if re.match(r"(\[rank\d+\]:)?error: ", line)), None)
+    if said is not None:  # a rank that could not leave its error on a full disk
+        return StageError(said)
     return StageError(f"training ended with status {exit_code}; its last lines:\n" + "\n".join(tail))

@@ -148,18 +148,34 @@ def test_torn_checkpoint_is_passed_over(spec: TrainSpec, tmp_path: Path) -> None
     (tmp_path / "checkpoint-4.complete").unlink()
     (tmp_path / "checkpoint-4.complete").mkdir()
     assert latest_checkpoint(tmp_path) == older
+    changed = config.model_copy(update={"beta": config.beta / 2})
+    with pytest.raises(UserError, match=r"checkpoint-2: the checkpoint belongs to another spec than spec.json beside"):
+        train_here(spec.model_copy(update={"simpo": changed}), tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"good-1": ["a"]}', '{"good-1": 5'])
+def test_adapter_that_is_no_number_any_more_is_never_a_checkpoint(spec: TrainSpec, tmp_path: Path) -> None:
+    """The gradient was finite, and the step was not: what is marked whole would fail every later start."""
+    optimizer = CONFIG.optimizer.model_copy(update={"weight_decay": 1e308, "learning_rate": 1e3})
+    config = CONFIG.model_copy(update={"plan": "sequential", "save_steps": 1, "optimizer": optimizer})
+    with pytest.raises(StageError, match=r"lora_A.* is not finite after step 1; what was saved before is whole"):
+        train_here(spec.model_copy(update={"simpo": config}), tmp_path)
+    assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", '{"good-1": ["a"]}', '{"good-1": 5', "{}", '{"good-1": [0.1]}', '{"good-1": [0.1, NaN]}']
+    + ['{"good-2": [0.1, -2.0]}', '{"good-1": [0.1, -2.0], "good-2": [0.1]}'],
+)
 def test_damaged_scores_of_the_start_are_computed_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "start_logprobs.json"
     save_logprobs(path, {"good-1": np.array([0.1, -2.0])})
-    kept = load_logprobs(path)
+    kept = load_logprobs(path, {"good-1": 2})
     assert kept is not None
     assert kept["good-1"].tolist() == [0.1, -2.0]
     path.write_text(text)
-    assert load_logprobs(path) is None
-    assert load_logprobs(tmp_path / "none.json") is None
+    assert load_logprobs(path, {"good-1": 2}) is None
+    assert load_logprobs(tmp_path / "none.json", {"good-1": 2}) is None
 
 
 def test_adapter_of_another_model_is_a_user_error(spec: TrainSpec, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ from training_inputs import simpo_spec
 from engine import train
 from engine.session import Stop
 from schemas.errors import StageError, UserError
+from tasks.rank_errors import root_cause
 
 
 def hold(path: Path) -> int:
@@ -118,6 +120,43 @@ def test_an_error_meant_for_the_user_is_one_line(
     assert ended.value.code == code
     assert capfd.readouterr().err == line
     assert json.loads((tmp_path / "error-rank0.json").read_text())["message"] == str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/store/x"), "error: /store/x: No space left on device\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), "error: {out}: No space left on device\n"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], error: OSError, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the error cannot be left on disk for the launcher, which then shows what the rank has printed."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "write_atomically", refuse)
+    with pytest.raises(SystemExit) as ended, train.ErrorRecord(tmp_path / "error-rank0.json"):
+        raise error
+    assert ended.value.code == 1
+    said = capfd.readouterr().err
+    assert said == line.format(out=tmp_path)
+    for printed in (said, f"[rank1]:{said}"):
+        found = root_cause(tmp_path, [(0, 1)], 1, ["step 1/2 loss 1", printed.rstrip(), "Traceback"])
+        assert str(found) == said.removeprefix("error: ").rstrip()
+
+
+def test_first_ctrl_c_saves_and_the_second_ends() -> None:
+    script = (
+        "import os, signal, types; from engine import train; stop = types.SimpleNamespace(wanted=False);"
+        "train._stop_on_signal(stop); os.kill(os.getpid(), signal.SIGINT); print(stop.wanted, flush=True);"
+        "os.kill(os.getpid(), signal.SIGINT)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "asked to stop: saving at the end of this step\nTrue\n"
+    assert ended.stderr.endswith("KeyboardInterrupt\n")
 
 
 def test_an_error_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
