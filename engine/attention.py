@@ -1,7 +1,8 @@
 """Attention of some queries over some keys as two functions, forward and backward, so that nothing else is kept alive.
 
-Shapes: T queries, M keys, H query heads, K key-value heads (H a multiple of K), E head size. Tensors may be strided
-views with a contiguous last dimension; gradients come back as [T or M, heads, E].
+Shapes: T queries, M keys, H query heads, K key-value heads (H a multiple of K), G = H / K, E head size; in the plain
+version R query rows of a block, N = G * R rows of scores for a key head. Tensors may be strided views with a contiguous
+last dimension; gradients come back as [T or M, heads, E].
 
 forward(q_THE, k_MKE, v_MKE, scale, causal) -> (out_THE, lse_HT): lse is the log-sum-exp of the scaled scores, float32
 (float64 for float64). backward(grad_out_THE, q, k, v, out, lse, scale, causal) -> (grad_q_THE, grad_k_MKE, grad_v_MKE).
@@ -19,9 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.memory import math_rows
 from schemas.errors import StageError
-
-_MATH_ROWS = 512  # query rows whose scores are alive at once in the plain version
 
 
 class AttentionBackend(NamedTuple):
@@ -40,30 +40,51 @@ def _tokens_first(x_1HTE: Tensor) -> Tensor:
     return x_1HTE[0].transpose(0, 1)
 
 
-def _repeat(x_MKE: Tensor, n_query_heads: int) -> Tensor:
-    return x_MKE.repeat_interleave(n_query_heads // x_MKE.shape[1], 1).transpose(0, 1)
+def _block(x_THE: Tensor, rows: slice, n_key_heads: int) -> Tensor:
+    """x_KNE [K, G * R, E]: R rows of the heads that share a key head, under one another, so that keys and values
+    are not repeated and the products that give dk and dv also sum over these heads.
+    """
+    return x_THE[rows].unflatten(1, (n_key_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 
-def _masked_scores(q_HRE: Tensor, k_HME: Tensor, first_row: int, scale: float, causal: bool) -> Tensor:
-    scores_HRM = q_HRE @ k_HME.transpose(1, 2) * scale
-    if not causal:
-        return scores_HRM
-    rows = torch.arange(first_row, first_row + q_HRE.shape[1], device=q_HRE.device)
-    future_RM = torch.arange(k_HME.shape[1], device=q_HRE.device)[None] > rows[:, None]
-    return scores_HRM.masked_fill(future_RM, -torch.inf)
+def _put_block(out_THE: Tensor, rows: slice, block_KNE: Tensor) -> None:
+    """The way back of `_block`."""
+    target_RKGE = out_THE[rows].unflatten(1, (block_KNE.shape[0], -1))
+    target_RKGE.copy_(block_KNE.unflatten(1, (-1, target_RKGE.shape[0])).permute(2, 0, 1, 3))
+
+
+def _scores(scaled_q_KNE: Tensor, k_MKE: Tensor, rows: slice, causal: bool) -> Tensor:
+    """scores_KNM over all keys; causal: over those up to the last row."""
+    n_rows = rows.stop - rows.start
+    keys = slice(rows.stop if causal else None)
+    scores_KNM = scaled_q_KNE @ k_MKE[keys].permute(1, 2, 0)
+    if causal:
+        future_RR = torch.ones(n_rows, n_rows, dtype=torch.bool, device=k_MKE.device).triu_(1)
+        scores_KNM.unflatten(1, (-1, n_rows))[..., rows].masked_fill_(future_RR, -torch.inf)
+    return scores_KNM.to(torch.promote_types(scores_KNM.dtype, torch.float32))
+
+
+def _row_blocks(q_THE: Tensor, k_MKE: Tensor) -> list[slice]:
+    n_rows, n_heads, _ = q_THE.shape
+    step = math_rows(n_heads, k_MKE.shape[0], max(q_THE.itemsize, 4))
+    return [slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
 
 
 def _math_forward(q_THE: Tensor, k_MKE: Tensor, v_MKE: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """One block of scores alive (`engine.memory.math_workspace_bytes`)."""
     n_tokens, n_heads, _ = q_THE.shape
-    k_HME, v_HME = _repeat(k_MKE, n_heads), _repeat(v_MKE, n_heads)
+    v_KME = v_MKE.transpose(0, 1)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
     lse_HT = torch.empty(n_heads, n_tokens, dtype=torch.promote_types(q_THE.dtype, torch.float32), device=q_THE.device)
-    for start in range(0, n_tokens, _MATH_ROWS):
-        rows = slice(start, start + _MATH_ROWS)
-        scores_HRM = _masked_scores(q_THE[rows].transpose(0, 1), k_HME, start, scale, causal).to(lse_HT.dtype)
-        lse_HT[:, rows] = scores_HRM.logsumexp(-1)
-        weights_HRM = (scores_HRM - lse_HT[:, rows, None]).exp().to(q_THE.dtype)
-        out_THE[rows] = (weights_HRM @ v_HME).transpose(0, 1)
+    for rows in _row_blocks(q_THE, k_MKE):
+        weights_KNM = _scores(_block(q_THE, rows, k_MKE.shape[1]) * scale, k_MKE, rows, causal)
+        most_KN1 = weights_KNM.amax(-1, keepdim=True)
+        weights_KNM.sub_(most_KN1).exp_()
+        sum_KN1 = weights_KNM.sum(-1, keepdim=True)
+        out_KNE = weights_KNM.to(q_THE.dtype) @ v_KME[:, : weights_KNM.shape[2]]
+        _put_block(out_THE, rows, out_KNE / sum_KN1)
+        lse_HT[:, rows] = (most_KN1 + sum_KN1.log()).view(n_heads, -1)
+        del weights_KNM  # or the next block would be made beside this one
     return out_THE, lse_HT
 
 
@@ -77,26 +98,23 @@ def _math_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dao et al. 2022, algorithm 4, by blocks of query rows."""
-    n_tokens, n_heads, _ = q_THE.shape
-    k_HME, v_HME = _repeat(k_MKE, n_heads), _repeat(v_MKE, n_heads)
-    grad_q_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-    grad_k_HME, grad_v_HME = torch.zeros_like(k_HME), torch.zeros_like(v_HME)
-    for start in range(0, n_tokens, _MATH_ROWS):
-        rows = slice(start, start + _MATH_ROWS)
-        q_HRE, grad_HRE = q_THE[rows].transpose(0, 1), grad_out_THE[rows].transpose(0, 1)
-        scores_HRM = _masked_scores(q_HRE, k_HME, start, scale, causal).to(lse_HT.dtype)
-        weights_HRM = (scores_HRM - lse_HT[:, rows, None]).exp().to(q_THE.dtype)
-        delta_HR1 = (grad_HRE * out_THE[rows].transpose(0, 1)).sum(-1, keepdim=True)
-        grad_scores_HRM = weights_HRM * (grad_HRE @ v_HME.transpose(1, 2) - delta_HR1) * scale
-        grad_q_THE[rows] = (grad_scores_HRM @ k_HME).transpose(0, 1)
-        grad_k_HME += grad_scores_HRM.transpose(1, 2) @ q_HRE
-        grad_v_HME += weights_HRM.transpose(1, 2) @ grad_HRE
+    """Dao et al. 2022, algorithm 4, by blocks of query rows; two blocks of scores alive."""
     n_key_heads = k_MKE.shape[1]
-    grad_k_MKE, grad_v_MKE = (
-        grad.unflatten(0, (n_key_heads, -1)).sum(1).transpose(0, 1) for grad in (grad_k_HME, grad_v_HME)
-    )
-    return grad_q_THE, grad_k_MKE, grad_v_MKE
+    k_KME, v_KME = k_MKE.transpose(0, 1), v_MKE.transpose(0, 1)
+    grad_q_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
+    grad_k_KME, grad_v_KME = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k_KME, v_KME))
+    for rows in _row_blocks(q_THE, k_MKE):
+        q_KNE, grad_KNE = _block(q_THE, rows, n_key_heads) * scale, _block(grad_out_THE, rows, n_key_heads)
+        delta_KN1 = (grad_KNE * _block(out_THE, rows, n_key_heads)).sum(-1, keepdim=True)
+        scores_KNM = _scores(q_KNE, k_MKE, rows, causal)
+        weights_KNM = scores_KNM.sub_(lse_HT[:, rows].reshape(n_key_heads, -1, 1)).exp_().to(q_THE.dtype)
+        keys = slice(weights_KNM.shape[2])
+        grad_v_KME[:, keys].baddbmm_(weights_KNM.transpose(1, 2), grad_KNE)
+        grad_scores_KNM = (grad_KNE @ v_KME[:, keys].transpose(1, 2)).sub_(delta_KN1).mul_(weights_KNM)
+        grad_k_KME[:, keys].baddbmm_(grad_scores_KNM.transpose(1, 2), q_KNE)
+        _put_block(grad_q_THE, rows, (grad_scores_KNM @ k_KME[:, keys]).mul_(scale))
+        del scores_KNM, weights_KNM, grad_scores_KNM  # as in forward
+    return grad_q_THE, grad_k_KME.transpose(0, 1), grad_v_KME.transpose(0, 1)
 
 
 def _cudnn_forward(q_THE: Tensor, k_MKE: Tensor, v_MKE: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

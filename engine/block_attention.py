@@ -20,7 +20,8 @@ from torch import Tensor
 
 from engine.attention import BACKENDS, AttentionBackend
 from engine.kernels import wide
-from engine.segments import Queries
+from engine.memory import SUM_ROWS
+from engine.segments import Queries, QueryBlock
 
 LARGE_BLOCK = 2**26
 """Query-key pairs from which on cuDNN's faster kernels are worth the graph it builds for each new shape, which branches
@@ -56,19 +57,39 @@ def block_backends(chosen: AttentionBackend, probe_s: Mapping[str, float] | None
     return BlockBackends(chosen, BACKENDS["flash"] if chosen.name == "cudnn" and flash_s < math.inf else chosen)
 
 
+def _rows(block: QueryBlock) -> slice:
+    """Where its results are."""
+    return slice(block.row, block.row + block.stop - block.start)
+
+
 def _is_one_block(queries: Queries) -> bool:
     return len(queries.blocks) == 1 and len(queries.blocks[0].keys) == 1 and queries.windows is None
 
 
-def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(out_NHE, lse_HN) over all keys, in float32 (float64), from those over parts of them."""
-    lse_PHN = torch.stack([lse_HN for _, lse_HN in parts])
-    lse_HN = lse_PHN.logsumexp(0)
-    weights_PNH1 = (lse_PHN - lse_HN).exp().transpose(1, 2)[..., None]
-    out_NHE = wide(parts[0][0]) * weights_PNH1[0]
-    for (part_NHE, _), weight_NH1 in zip(parts[1:], weights_PNH1[1:], strict=True):
-        out_NHE.addcmul_(wide(part_NHE), weight_NH1)
-    return out_NHE, lse_HN
+def _sum(terms_NHE: list[Tensor], weights_PNH1: Tensor | None) -> Tensor:
+    """In float32 (float64)."""
+    if weights_PNH1 is None:
+        return sum(map(wide, terms_NHE[1:]), wide(terms_NHE[0]))
+    total_NHE = wide(terms_NHE[0]) * weights_PNH1[0]
+    for term_NHE, weight_NH1 in zip(terms_NHE[1:], weights_PNH1[1:], strict=True):
+        total_NHE.addcmul_(wide(term_NHE), weight_NH1)
+    return total_NHE
+
+
+def _add(out_NHE: Tensor, parts_NHE: list[Tensor], weights_PNH1: Tensor | None = None) -> None:
+    """out becomes the sum of out and parts (times weights, out's first), a few rows at a time (`SUM_ROWS`)."""
+    for start in range(0, out_NHE.shape[0], SUM_ROWS):
+        rows = slice(start, start + SUM_ROWS)
+        weights = None if weights_PNH1 is None else weights_PNH1[:, rows]
+        out_NHE[rows] = _sum([x_NHE[rows] for x_NHE in (out_NHE, *parts_NHE)], weights)
+
+
+def _merge(out_NHE: Tensor, lse_HN: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
+    """Results over some keys become those over these and the parts' keys, in place."""
+    lse_PHN = torch.stack([lse_HN, *(lse_HN for _, lse_HN in parts)])
+    torch.logsumexp(lse_PHN, 0, out=lse_HN)
+    weights_PNH1 = lse_PHN.sub_(lse_HN).exp_().transpose(1, 2)[..., None]
+    _add(out_NHE, [part_NHE for part_NHE, _ in parts], weights_PNH1)
 
 
 def forward(
@@ -81,13 +102,18 @@ def forward(
     out_QHE = torch.empty(queries.n_rows, *q_THE.shape[1:], dtype=q_THE.dtype, device=q_THE.device)
     lse_HQ = torch.empty(n_heads, queries.n_rows, dtype=wide(q_THE[:0]).dtype, device=q_THE.device)
     for block in queries.blocks:
-        q_NHE, parts = q_THE[block.start : block.stop], []
-        for keys in block.keys:
+        q_NHE, rows, parts = q_THE[block.start : block.stop], _rows(block), []
+        for index, keys in enumerate(block.keys):
             span = slice(keys.start, keys.stop)
             backend = backends.of(block.stop - block.start, keys.stop - keys.start)
-            parts.append(backend.forward(q_NHE, k_TKE[span], v_TKE[span], scale, keys.causal))
-        rows = slice(block.row, block.row + block.stop - block.start)
-        out_QHE[rows], lse_HQ[:, rows] = parts[0] if len(parts) == 1 else merge(parts)
+            part = backend.forward(q_NHE, k_TKE[span], v_TKE[span], scale, keys.causal)
+            if index == 0:
+                out_QHE[rows], lse_HQ[:, rows] = part
+            else:
+                parts.append(part)
+            del part  # or the first one would be held beside the second
+        if parts:
+            _merge(out_QHE[rows], lse_HQ[:, rows], parts)
     return out_QHE, lse_HQ
 
 
@@ -111,10 +137,10 @@ def backward(
         torch.zeros(x.shape, dtype=wide(x[:0]).dtype, device=x.device) for x in (k_TKE, v_TKE)
     )  # fmt: skip
     for block in queries.blocks:
-        rows = slice(block.row, block.row + block.stop - block.start)
+        rows, parts_NHE = _rows(block), []
         out_NHE, lse_HN = out_QHE[rows], lse_HQ[:, rows].contiguous()
-        total_NHE: Tensor | None = None
-        for keys in block.keys:
+        grad_q_NHE = grad_q_THE[block.start : block.stop]
+        for index, keys in enumerate(block.keys):
             span = slice(keys.start, keys.stop)
             backend = backends.of(block.stop - block.start, keys.stop - keys.start)
             part_NHE, part_k_MKE, part_v_MKE = backend.backward(
@@ -123,7 +149,11 @@ def backward(
             )  # fmt: skip
             grad_k_TKE[span] += part_k_MKE
             grad_v_TKE[span] += part_v_MKE
-            total_NHE = part_NHE if total_NHE is None else wide(total_NHE).add_(part_NHE)
-        assert total_NHE is not None
-        grad_q_THE[block.start : block.stop] = total_NHE
+            if index == 0:
+                grad_q_NHE.copy_(part_NHE)
+            else:
+                parts_NHE.append(part_NHE)
+            del part_NHE, part_k_MKE, part_v_MKE  # as in forward
+        if parts_NHE:
+            _add(grad_q_NHE, parts_NHE)
     return grad_q_THE, grad_k_TKE, grad_v_TKE

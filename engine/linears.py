@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.memory import INT8_ROWS
 from schemas.errors import UserError
 
 
@@ -81,11 +82,18 @@ def compute_dtype(module: Any) -> torch.dtype:
     return base.weight.dtype if base.weight.is_floating_point() else torch.bfloat16
 
 
+def _int8_factors(linear: Any) -> tuple[Tensor, Tensor]:
+    """(codes [O, I], float32 scales [O, 1]) of an int8 weight."""
+    weight, state = linear.weight, linear.state
+    codes, scales = (state.CB, state.SCB) if state.CB is not None else (weight.CB, weight.SCB)
+    return weight.data if codes is None else codes, scales.float()[:, None] / 127.0
+
+
 def dense_weight(linear: Any) -> Tensor:
     """The weight [O, I] of a plain, NF4/FP4 (bitsandbytes Linear4bit) or int8 (Linear8bitLt) linear.
 
-    Quantised weights come back dequantised; int8 is CB * SCB / 127 (Dettmers et al. 2022), without the rounding of
-    activations that bitsandbytes' own int8 matmul adds.
+    Quantised weights come back dequantised; int8 is CB * SCB / 127 in float32 (Dettmers et al. 2022), without the
+    rounding of activations that bitsandbytes' own int8 matmul adds.
     """
     weight = linear.weight
     if getattr(weight, "quant_state", None) is not None:
@@ -93,18 +101,21 @@ def dense_weight(linear: Any) -> Tensor:
 
         return dequantize_4bit(weight.data, weight.quant_state)
     if weight.dtype == torch.int8:
-        state = linear.state
-        codes, scales = (state.CB, state.SCB) if state.CB is not None else (weight.CB, weight.SCB)
-        codes = weight.data if codes is None else codes
-        return codes.float() * (scales.float()[:, None] / 127.0)
+        return torch.mul(*_int8_factors(linear))
     if not weight.is_floating_point():
         _refuse(linear, f"weights stored as {weight.dtype}", "use bfloat16, NF4 or int8")
     return weight.data
 
 
 def write_dense_weight(linear: Any, out_OI: Tensor) -> None:
-    """`dense_weight` into a row-strided view; on a GPU 4-bit codes go there directly, without a dense copy between."""
+    """`dense_weight` into a row-strided view; 4-bit codes on a GPU and int8 without a dense copy between."""
     state = getattr(linear.weight, "quant_state", None)
+    if state is None and linear.weight.dtype == torch.int8:
+        codes_OI, scales_O1 = _int8_factors(linear)
+        for start in range(0, codes_OI.shape[0], INT8_ROWS):  # in float32, rounded on the way out
+            rows = slice(start, start + INT8_ROWS)
+            torch.mul(codes_OI[rows], scales_O1[rows], out=out_OI[rows])
+        return
     if state is None or not out_OI.is_cuda or linear.weight.shape[0] == 1 or out_OI.shape[1] % 2:
         out_OI.copy_(dense_weight(linear))
         return

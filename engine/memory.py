@@ -25,6 +25,10 @@ ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 GIB = 2**30
 _PAGE_BYTES = 4096  # alignment of a slot in the host buffer
 _MID_RING_TILES = 3
+INT8_ROWS = 256  # rows of an int8 weight that are in float32 at once
+SUM_ROWS = 1024  # rows of a block's results that are added to others at once
+_MATH_ROWS = 512
+_MATH_BLOCK_BYTES = 2**29
 # NF4 in blocks of 64 with double quantisation: half a byte, one byte of scale per block, four per 256 blocks.
 _BYTES_PER_WEIGHT = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "bf16": 2.0, "fp32": 4.0, "fp64": 8.0}
 _OPTIMISER_BYTES = {"none": 0, "adamw": 8, "adamw_8bit": 2}  # per trained parameter
@@ -224,7 +228,6 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
         "tiles": rows * sum(tile.values()) * unit,
         "RoPE tables": n_tokens * sizes.head_size * sizes.sum_itemsize,
     }
-    dense = max(hidden * sizes.mlp_size, hidden * sizes.query_size) * 2 if setup.base in ("nf4", "int8") else 0
     output_and_grad = hidden + max(sizes.extra_out, sizes.extra_down)
     on_host = {field: any(getattr(layer, field) == "host" for layer in plan.layers) for field in FIELDS}
     again = plan.scratch_attention > 0 and on_host["input"]
@@ -258,21 +261,31 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
             n_tokens, heads, key_heads, sizes.head_size, ordered_on=setup.ordered_on
         )
         if unit == 2
-        else 0,
+        else math_workspace_bytes(n_tokens, heads, sizes.head_size, unit, n_blocks=2),
     }
+    if unit != 2:  # fused kernels, which take 16-bit numbers only, need none in forward
+        attended["attention workspace"] = math_workspace_bytes(n_tokens, heads, sizes.head_size, unit, n_blocks=1)
     if setup.several_blocks:
-        # Beside a group's results those of one block, of all tokens; or of half of them (the second tail of a pair),
-        # from two ranges of keys, merged in float32. dk and dv of all tokens are summed in float32.
-        attended |= {"block outputs": 3 * group_tokens * heads}
+        # Beside a group's results those of one block from one range of keys, up to all tokens (a pack of one long row,
+        # a second tail much longer than the first branch). They are added to the others in float32, by rows, with five
+        # log-sum-exps; dk and dv of all tokens are summed in float32.
+        part = group_tokens * heads
+        lse = n_tokens * heads * sizes.sum_itemsize
+        added = 2 * min(SUM_ROWS, n_tokens) * heads * sizes.head_size * sizes.sum_itemsize
+        attended |= {"block outputs": part + 5 * lse + added}
         key_sums = n_tokens * 2 * key_heads * sizes.head_size * sizes.sum_itemsize
-        backward_attention |= {"block gradients": 3 * group_tokens * heads // 2 + key_sums}
+        backward_attention |= {"block gradients": part + lse + key_sums}
     moments = {"backward_mlp": backward_mlp, "backward_attention": backward_attention}
     moments["forward"] = attended | {"hidden states": n_tokens * hidden * unit}
     if any(layer.attention == "recompute" for layer in plan.layers):
         in_flight = n_tokens * heads * sizes.head_size * unit * min(2, plan.head_groups)
         moments["backward_restore"] = attended | backward | {"attention outputs": in_flight}
     moments = {name: workspace | amounts for name, amounts in moments.items()}
-    moments["forward"] |= {"dequantisation": dense} if dense else {}
+    if setup.base == "nf4":
+        moments["forward"]["dequantisation"] = hidden * max(sizes.mlp_size, sizes.query_size) * 2
+    if setup.base == "int8":  # codes and products in float32, when a layer's weights are loaded
+        for name in moments.keys() - {"backward_attention"}:
+            moments[name]["dequantisation"] = INT8_ROWS * max(hidden, sizes.mlp_size, sizes.query_size) * 2 * 4
     return moments | {"head": head}
 
 
@@ -288,6 +301,21 @@ def attention_workspace_bytes(
     per_head_grads = 2 * head_size * 2 if n_key_heads != n_heads else 0
     sums = max(1, -(-ordered_on // n_heads))
     return n_tokens * n_heads * ((sums * head_size + 2) * 4 + per_head_grads)
+
+
+def math_rows(n_heads: int, n_keys: int, itemsize: int) -> int:
+    """Query rows whose scores plain attention holds at once: fewer where keys are many, so that a block is bounded."""
+    return max(1, min(_MATH_ROWS, _MATH_BLOCK_BYTES // (n_heads * n_keys * itemsize)))
+
+
+def math_workspace_bytes(n_tokens: int, n_heads: int, head_size: int, itemsize: int, *, n_blocks: int) -> int:
+    """What plain attention allocates beside its results: blocks of scores (one forward, two backward), per block and
+    once more the block's rows of q, dout or a result, three numbers a row, and a mask of the block's own tokens.
+    """
+    rows = min(_MATH_ROWS, n_tokens)
+    row_bytes = n_heads * n_tokens * itemsize
+    block_bytes = max(row_bytes, min(rows * row_bytes, _MATH_BLOCK_BYTES))
+    return n_blocks * block_bytes + rows * n_heads * ((n_blocks + 1) * head_size + 3) * itemsize + rows * rows
 
 
 def host_bytes_of(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup) -> int:
