@@ -3,9 +3,10 @@
 A stage's cache key holds its own section and the digests of its inputs, so a field re-runs just the stages it feeds.
 """
 
+from collections import Counter
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import Field, NonNegativeFloat, field_validator, model_validator
 
 from schemas.base import Section
 
@@ -68,15 +69,18 @@ class LoraConfig(Section):
     r: int = Field(default=16, ge=1, le=1024)
     alpha: float = Field(default=32.0, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: tuple[str, ...] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
+    target_modules: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="names of the linears that get an adapter",
     )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _distinct(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"{twice[0]} is named more than once")
+        return names
 
 
 class SplitConfig(Section):
