@@ -176,14 +176,17 @@ def plan(
     ] = _HERE / TWO_GPU,
     model: Annotated[str, typer.Option(help="qwen3-8b, or a folder with config.json; else the configuration's")] = "",
     tokens: Annotated[int, typer.Option(min=2, help="length of the branch")] = 81_920,
-    scored: Annotated[int, typer.Option(min=1, help="how many of them are scored")] = 4_096,
+    scored: Annotated[
+        int | None,
+        typer.Option(min=1, help="how many of them are scored", show_default="4096, of fewer all that can be"),
+    ] = None,
     gpu_gib: Annotated[
         float | None, typer.Option(help="memory of one GPU that may be used", show_default="model.gpu_gib, or 23.5")
     ] = None,
     host_gib: Annotated[
         float | None, typer.Option(help="host memory, of all GPUs", show_default="model.host_gib, or 64")
     ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="how many GPUs share the pairs of a step")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, max=64, help="how many GPUs share the pairs of a step")] = 1,
     shared: Annotated[int, typer.Option(min=0, help="tokens that both branches of a pair begin with")] = 0,
     json: Json = False,
 ) -> None:

@@ -20,6 +20,9 @@ Side = Literal["device", "host"]
 
 LONG_CONTEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
+SAME_IN_ALL_LAYERS = ("llama", "mistral")
+"""Families that attend in all layers alike, whatever layer_types says."""
+
 HOST_SHARE = 0.9
 """Of the host memory that is free: what all ranks together may pin."""
 
@@ -68,8 +71,8 @@ def host_budget(asked_gib: float | None, limits: Sequence[HostLimit]) -> int:
 
 def window_of(config: Any) -> int | None:
     """Tokens of the sliding window that a model of this transformers config attends within; None: it sees all."""
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    return getattr(config, "sliding_window", None) if windowed else None
+    types = None if config.model_type in SAME_IN_ALL_LAYERS else getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if not types or "sliding_attention" in types else None
 
 
 def rope_by_length(rope_type: str) -> bool:

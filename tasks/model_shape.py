@@ -1,12 +1,16 @@
 """The shape of a model: what its config.json says about sizes, checked before anything is computed from it."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic_core import PydanticCustomError
 
 from engine.budget import LONG_CONTEXT_FAMILIES, window_of
+from engine.model_config import config_problem
 from schemas.errors import UserError
 
 SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -46,20 +50,20 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Shapes that can be planned for before their weights are here, or made."""
 
-FIX: Final = "give the config.json that came with the model"
+FIX: Final = "compare it with the one that was published"
+OTHER_FAMILY: Final = f"plan for a model of one of these: {', '.join(LONG_CONTEXT_FAMILIES)}"
 
 
 def _covered(family: str) -> str:
     if family not in LONG_CONTEXT_FAMILIES:
-        raise ValueError(
-            f"{family:.40} is trained by the plain engine, whose memory is not predicted "
-            f"(the long-context engine covers {', '.join(LONG_CONTEXT_FAMILIES)})"
-        )
+        said = "the long-context engine, whose memory alone is predicted, does not cover {family}"
+        raise PydanticCustomError("other_family", said, {"family": family[:40]})
     return family
 
 
 Heads = Annotated[int, Field(ge=1, le=1024)]
 Features = Annotated[int, Field(ge=1, le=2**20)]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 class ModelShape(BaseModel):
@@ -87,17 +91,14 @@ class ModelShape(BaseModel):
     use_sliding_window: bool = False
     max_window_layers: int = Field(default=0, ge=0)
     layer_types: tuple[str, ...] | None = None
+    max_position_embeddings: Annotated[int, Field(ge=1)] | None = None
+    rms_norm_eps: float = Field(default=1e-6, ge=0, lt=1)
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
     rope_scaling: dict[str, JsonValue] | None = None
     rope_parameters: dict[str, JsonValue] | None = None
-
-    @model_validator(mode="after")
-    def _whole_heads(self) -> Self:
-        heads, key_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
-        if heads % key_heads:
-            raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({key_heads})")
-        if self.head_dim is None and self.hidden_size % heads:
-            raise ValueError(f"hidden_size ({self.hidden_size}) is no multiple of num_attention_heads ({heads})")
-        return self
+    dtype: Dtype | None = None
+    torch_dtype: Dtype | None = None
+    quantization_config: dict[str, JsonValue] | None = None
 
     def config(self) -> dict[str, Any]:
         """As a config.json has it: with the fields that were given."""
@@ -114,12 +115,40 @@ class ModelShape(BaseModel):
         return str(rope.get("rope_type", rope.get("type", "default")))
 
 
-def _with_defaults(shape: ModelShape) -> ModelShape:
-    """What transformers makes of it: families differ in what a field that is not given means."""
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns of what is refused here in one line."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _with_defaults(raw: dict[str, Any]) -> ModelShape:
+    """What transformers makes of a config.json: families differ in what a field that is not given means."""
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**shape.config())
+    with _quiet():
+        config = AutoConfig.for_model(**raw)
     return ModelShape.model_validate_json(config.to_json_string(use_diff=False))
+
+
+def _reason(error: Exception) -> str:
+    """What transformers found wrong, as a short line without its wrapping."""
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    text = " ".join(text.rpartition("Error: ")[2].partition(". Errors: ")[0].split())
+    text = text.replace("got NoneType (value: None)", "got null")
+    return text if len(text) <= 200 else f"{text[:120]} … {text[-70:]}"
+
+
+def _not_given(problem: str, raw: Mapping[str, Any]) -> str:
+    """Which fields that a problem names are not in the file."""
+    absent = [name for name in ModelShape.model_fields if name in problem and raw.get(name) is None]
+    return f"; the file has no {' and no '.join(absent)}: that is the family's default" if absent else ""
 
 
 def read_shape(model: str) -> tuple[str, ModelShape]:
@@ -144,12 +173,16 @@ def read_shape(model: str) -> tuple[str, ModelShape]:
             f"no readable model config ({reason})", where=path, fix=f"--model takes a folder, or {known}"
         ) from error
     try:
-        return name, _with_defaults(ModelShape.model_validate_json(text))
+        ModelShape.model_validate_json(text)  # first: a wrong type is told by field
+        raw = json.loads(text)
+        shape = _with_defaults(raw)
     except ValidationError as error:
         problem = error.errors()[0]
-        keys = [*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ")]
-        raise UserError(": ".join(keys), where=path, fix=FIX) from error
+        keys = [*map(str, problem["loc"]), problem["msg"]]
+        fix = OTHER_FAMILY if problem["type"] == "other_family" else FIX
+        raise UserError(": ".join(keys), where=path, fix=fix) from error
     except Exception as error:  # transformers has no base of its own for what it finds wrong
-        raise UserError(
-            f"transformers does not take it: {' '.join(str(error).split())}", where=path, fix=FIX
-        ) from error
+        raise UserError(f"transformers does not take it: {_reason(error)}", where=path, fix=FIX) from error
+    if problem := config_problem(shape):
+        raise UserError(f"no model can be trained with {problem}{_not_given(problem, raw)}", where=path, fix=FIX)
+    return name, shape

@@ -10,7 +10,8 @@ from engine.budget import choose_engine, memory_setup, rope_by_length
 from engine.choose import choose_plan, longest_branch
 from engine.cost import cost_model
 from engine.deal import PairCost, deal
-from engine.memory import GIB, Ledger, Setup
+from engine.memory import ALL_LINEARS, GIB, Ledger, Setup
+from engine.model_config import stored_format
 from engine.plan import FIELDS, MemoryPlan
 from schemas.base import LARGEST, Frozen, Section
 from schemas.config import RunConfig, SimpoConfig
@@ -21,6 +22,12 @@ from tasks.model_shape import ModelShape, read_shape
 DEVICE_GIB: Final = 23.5
 HOST_GIB: Final = 64.0
 """Planned for where neither the command line nor the configuration says how much there is."""
+
+SCORED_TOKENS: Final = 4096
+"""Planned for where the command line does not say how many, of a branch that is long enough."""
+
+SEARCHED_TOKENS: Final = 2**24
+"""Where the search for the longest branch ends."""
 
 MAX_DEALT_PAIRS: Final = 128
 """Of a step: all pairs of a plan are equal, so that more would be dealt in the same way again."""
@@ -60,6 +67,7 @@ def plan_request(config: RunConfig, **options: float | None) -> PlanRequest:
     given = {name: value for name, value in options.items() if value is not None}
     base = config.model
     known = {"gpu_gib": base.gpu_gib or DEVICE_GIB, "host_gib": base.host_gib or HOST_GIB}
+    known["scored"] = max(1, min(SCORED_TOKENS, int(given.get("tokens", SCORED_TOKENS)) - 1))
     try:
         return PlanRequest.model_validate(known | given)
     except ValidationError as error:
@@ -114,7 +122,7 @@ class PlanReport(Frozen):
     peak_device_bytes: int
     host_bytes: int
     longest_tokens: int = Field(
-        description="the longest branch that fits the same limits, within a window of the model"
+        description="the longest branch that fits the same limits, within a window of the model, as far as was searched"
     )
     engine: str = Field(description="that the stage runs on a GPU, and why")
     policy: str
@@ -122,10 +130,11 @@ class PlanReport(Frozen):
     ledger: Ledger
 
     def text(self) -> str:
+        bound = "at least " if self.longest_tokens >= SEARCHED_TOKENS else ""
         return (
             f"{self.ledger.table()}\n\n{self.model}: a branch of {self.n_tokens:,} tokens, {self.n_scored:,} of them "
             f"scored, peaks at {self.peak_device_bytes / GIB:.2f} GiB on the device and {self.host_bytes / GIB:.2f} "
-            f"GiB on the host;\nthe longest that fits is {self.longest_tokens:,} tokens\nengine {self.engine}\n"
+            f"GiB on the host;\nthe longest that fits is {bound}{self.longest_tokens:,} tokens\nengine {self.engine}\n"
             f"{self.policy}\n{self.branch_plan.text()}"
         )
 
@@ -225,6 +234,18 @@ def plan_branches(
     )
 
 
+_REMEDIES: Final[Mapping[str, tuple[str, str]]] = {
+    "LoRA on": ("lora.target_modules", f"it takes {', '.join(ALL_LINEARS)}"),
+    "LoRA dropout": ("lora.dropout", "set it to 0"),
+    "attention dropout": ("attention_dropout in config.json", "set it to 0"),
+    "a sliding window": ("--tokens", "plan for a branch within the window"),
+    "activation": ("hidden_act in config.json", "plan for a model with silu"),
+}
+"""By what the long-context engine does not cover: where that stands, and what to do about it."""
+
+_UNPLANNED: Final = ("", "the stage can train it with the plain engine, unplanned")
+
+
 def check_engine(config: RunConfig, shape: ModelShape, n_tokens: int) -> str:
     """The engine that the preference stage would run on a GPU, and why.
 
@@ -233,14 +254,26 @@ def check_engine(config: RunConfig, shape: ModelShape, n_tokens: int) -> str:
     """
     from engine.scorers import long_context_problem  # engine code: torch is loaded only when there is something to plan
 
-    problem = long_context_problem(config.model, shape.config(), config.lora, n_tokens, trains=True)
-    name, why = choose_engine(config.model, problem, n_tokens, on_gpu=True)
-    if name == "plain":
+    base = config.model
+    if base.backend != "transformers":
+        where, fix = "model.backend", 'set it to "transformers"'
+        raise UserError(f"the memory of a model loaded by {base.backend} is not predicted", where=where, fix=fix)
+    if base.engine == "plain":
+        raise UserError("the memory of the plain engine is not predicted", where="model.engine", fix='set it to "auto"')
+    stored = stored_format(shape)
+    if stored not in ("none", base.quantization):
+        known = stored in ("nf4", "int8")
         raise UserError(
-            f"the stage would run the plain engine ({why}), whose memory is not predicted",
-            where="model.engine",
-            fix="change that to plan for the long-context engine" if problem else 'set it to "auto"',
+            f"the model's weights are stored quantised as {stored}, planned for is {base.quantization}",
+            where="model.quantization",
+            fix=f'set it to "{stored}"' if known else "give a folder with weights that are not quantised",
         )
+    problem = long_context_problem(base, shape.config(), config.lora, n_tokens, trains=True)
+    if problem:
+        where, fix = next((said for start, said in _REMEDIES.items() if problem.startswith(start)), _UNPLANNED)
+        said = f"the long-context engine, whose memory alone is predicted, does not cover {problem}"
+        raise UserError(said, where=where, fix=fix)
+    name, why = choose_engine(base, problem, n_tokens, on_gpu=True)
     return f"{name} ({why})"
 
 
@@ -278,6 +311,7 @@ def plan_memory(config: RunConfig, asked: PlanRequest, model: str = "") -> PlanR
     )
     limits = {"device_bytes": int(asked.gpu_gib * GIB), "host_bytes": int(asked.host_gib * GIB / asked.gpus)}
     plan, ledger = choose_plan(model_config, asked.tokens, setup, **limits)
+    longest = max(longest_branch(model_config, setup, **limits), asked.tokens)  # the search goes in steps
     branch_plan = plan_branches(
         model_config, config.simpo, setup, ledger,
         n_gpus=asked.gpus, n_shared=asked.shared, undivided=_undivided(shape), **limits,
@@ -290,7 +324,7 @@ def plan_memory(config: RunConfig, asked: PlanRequest, model: str = "") -> PlanR
         host_limit_bytes=limits["host_bytes"],
         peak_device_bytes=ledger.peak_device_bytes,
         host_bytes=ledger.host_bytes,
-        longest_tokens=min(longest_branch(model_config, setup, **limits), shape.window_tokens or LARGEST),
+        longest_tokens=min(longest, shape.window_tokens or LARGEST),
         engine=engine,
         policy=policy_text(plan),
         branch_plan=branch_plan,

@@ -17,7 +17,7 @@ from engine.tiny import n_parameters, tiny_qwen3_config
 from schemas.errors import UserError
 from schemas.load import load_config
 from tasks.model_shape import SHAPES
-from tasks.plan import MAX_DEALT_PAIRS, PlanReport, plan_memory, plan_request
+from tasks.plan import MAX_DEALT_PAIRS, SEARCHED_TOKENS, PlanReport, plan_memory, plan_request
 from tasks.tokenizer import VOCAB_SIZE
 
 TWO_GPUS = REPOSITORY / "configs" / "qwen3-8b-2x24g.toml"
@@ -139,61 +139,6 @@ def test_more_pairs_than_can_be_dealt_are_said() -> None:
     assert "a step of 100,000,000 pair(s), the first 128 of them: " in report.text()
 
 
-QWEN3 = dict(SHAPES["qwen3-8b"])
-MISTRAL = QWEN3 | {"model_type": "mistral"}
-
-
-def without(key: str) -> dict[str, Any]:
-    return {name: value for name, value in QWEN3.items() if name != key}
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, "model_type: Field required"),
-        ([], "should be an object"),
-        (None, "should be an object"),
-        ("[" * 5000, "Invalid JSON"),
-        ({"model_type": "gpt2", "n_embd": 768}, "model_type: gpt2 is trained by the plain engine"),
-        (
-            QWEN3 | {"model_type": "qwen3_moe"},
-            "qwen3_moe is trained by the plain engine, whose memory is not predicted",
-        ),
-        (QWEN3 | {"model_type": "gemma"}, "gemma is trained by the plain engine"),
-        (QWEN3 | {"model_type": ["qwen3"]}, "model_type: Input should be a valid string"),
-        (without("model_type"), "model_type: Field required"),
-        (QWEN3 | {"num_hidden_layers": 0}, "num_hidden_layers: Input should be greater"),
-        (QWEN3 | {"num_hidden_layers": 3.5}, "num_hidden_layers: Input should be a valid integer"),
-        (QWEN3 | {"num_hidden_layers": 3_000_000}, "num_hidden_layers: Input should be less"),
-        (QWEN3 | {"hidden_size": "4096"}, "hidden_size: Input should be a valid integer"),
-        (QWEN3 | {"hidden_size": None}, "hidden_size: Input should be a valid integer"),
-        (QWEN3 | {"head_dim": None}, "transformers does not take it: Validation error for field 'head_dim'"),
-        (QWEN3 | {"head_dim": 0}, "head_dim: Input should be greater"),
-        (QWEN3 | {"vocab_size": -5}, "vocab_size: Input should be greater"),
-        (QWEN3 | {"num_key_value_heads": 0}, "num_key_value_heads: Input should be greater"),
-        (QWEN3 | {"num_key_value_heads": 5}, "num_attention_heads (32) is no multiple of num_key_value_heads (5)"),
-        (QWEN3 | {"rope_scaling": {"type": "yarn"}}, "transformers does not take it: "),
-        (MISTRAL | {"sliding_window": 4096}, "a sliding window of 4,096 tokens on a branch of 8,192"),
-        (MISTRAL, "a sliding window of 4,096 tokens"),  # which transformers takes where there is none
-    ],
-)
-def test_a_model_that_cannot_be_planned_is_one_line(tmp_path: Path, config: object, expected: str) -> None:
-    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    code, out, err = invoke("plan", "--model", tmp_path, "--tokens", "8192")
-    assert (code, out) == (2, "")
-    (line,) = err.splitlines()
-    assert expected in line
-
-
-def test_a_window_bounds_the_longest_branch_and_keeps_pairs_apart(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MISTRAL | {"sliding_window": 4096}))
-    report = planned(1, model=str(tmp_path), tokens=2048, scored=100, shared=1024)
-    assert report.longest_tokens == 4096
-    assert set(report.branch_plan.plans) == {"sequential"}
-    with pytest.raises(UserError, match="shared_prefix is not possible: the model attends within a sliding window"):
-        planned(1, model=str(tmp_path), tokens=2048, scored=100, plan="shared_prefix")
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -204,16 +149,22 @@ def test_a_window_bounds_the_longest_branch_and_keeps_pairs_apart(tmp_path: Path
         ("--host-gib 1e308", "--host-gib: input should be less than or equal to 65536"),
         ("--set model.gpu_gib=1e308", "model.gpu_gib: input should be less than or equal to 4096"),
         ("--set model.gpu_gib=5", "does not fit 5.0 GiB on the device"),
-        ("--gpus 100000000", "--gpus: input should be less than or equal to 64"),
+        ("--gpus 100000000", "--gpus': Input should be less than or equal to 64"),
+        ("--tokens 4096 --gpu-gib 0.001", "does not fit"),
         ("--tokens 99999999999", "--tokens: whole numbers go up to 2147483647"),
         ("--tokens 1", "'--tokens'"),
         ("--tokens 4096 --scored 4096", "--scored 4,096 of --tokens 4,096: the first token is never scored"),
         ("--shared 81920", "leaves nothing to compare"),
-        ("--set lora.dropout=0.1", "the plain engine (the long-context engine does not cover LoRA dropout (0.1))"),
-        ("--set lora.dropout=0.1 --set model.engine=long_context", "does not cover LoRA dropout"),
-        ('--set lora.target_modules=["foo"]', "does not cover LoRA on foo"),
-        ("--set model.backend=unsloth", "qwen3 loaded by unsloth"),
-        ("--set model.engine=plain", "the plain engine (as configured), whose memory is not predicted (set it to"),
+        ("--set lora.dropout=0.1", "lora.dropout: the long-context engine, whose memory alone is predicted, does not"),
+        ("--set lora.dropout=0.1 --set model.engine=long_context", "does not cover LoRA dropout (0.1) (set it to 0)"),
+        ('--set lora.target_modules=["foo"]', "does not cover LoRA on foo (it takes q_proj, k_proj, v_proj, o_proj,"),
+        ('--set lora.target_modules=["embed_tokens"]', "lora.target_modules: the long-context engine"),
+        ("--set lora.target_modules=[]", "lora.target_modules: tuple should have at least 1 item"),
+        ("--set model.backend=unsloth", "model.backend: the memory of a model loaded by unsloth is not predicted"),
+        (
+            "--set model.engine=plain",
+            'model.engine: the memory of the plain engine is not predicted (set it to "auto")',
+        ),
         ("--model /nowhere", "/nowhere/config.json: no readable model config (No such file or directory)"),
         (f"--model {'a' * 5000}", "no readable model config (File name too long)"),
         ("--model ~nobody-of-this-name", "no readable model config"),
@@ -225,6 +176,31 @@ def test_what_training_would_refuse_is_one_line(arguments: str, expected: str) -
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert expected in line
+
+
+@pytest.mark.parametrize(("tokens", "scored"), [(2, 1), (1000, 999), (4096, 4095), (4097, 4096), (81_920, 4096)])
+def test_as_many_tokens_are_scored_as_a_branch_has_unless_it_is_given(tokens: int, scored: int) -> None:
+    code, out, _ = invoke("plan", "--model", "tiny-qwen3", "--tokens", str(tokens), "--json")
+    assert code == 0
+    assert json.loads(out)["n_scored"] == scored
+
+
+def test_the_longest_is_never_below_what_was_planned() -> None:
+    """The search goes in steps of 1,024 tokens, and ends at 16,777,216."""
+    report = planned(1, model="tiny-qwen3", tokens=5000, scored=1, gpu_gib=0.1)
+    assert 5000 < report.longest_tokens < SEARCHED_TOKENS
+    assert f"the longest that fits is {report.longest_tokens:,} tokens" in report.text()
+    longest = planned(1, model="tiny-qwen3", tokens=report.longest_tokens + 1, scored=1, gpu_gib=0.1)
+    assert longest.longest_tokens == longest.n_tokens
+    for tokens, expected in ((8192, 16_777_216), (16_777_217, 16_777_217), (20_000_000, 20_000_000)):
+        text = planned(1, model="tiny-qwen3", tokens=tokens, gpu_gib=4096, host_gib=65_536).text()
+        assert f"the longest that fits is at least {expected:,} tokens" in text
+
+
+def test_help_says_how_many_gpus() -> None:
+    code, out, _ = invoke("plan", "--help")
+    assert code == 0
+    assert "1<=x<=64" in out
 
 
 def test_a_fixed_order_of_sums_takes_memory() -> None:
