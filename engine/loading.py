@@ -103,7 +103,7 @@ def new_adapter(base: PreTrainedModel, config: LoraConfig, seed: int) -> PeftMod
     """Wraps the base with a fresh LoRA: A drawn from `seed`, B zero, so the start equals the base.
 
     Raises:
-        UserError: the model has no layer of the names in `target_modules`.
+        UserError: the model has no layer of the names in `target_modules`, or one that takes no adapter.
     """
     names = {name.rsplit(".", 1)[-1] for name, _ in base.named_modules()}
     missing = sorted(set(config.target_modules) - names)
@@ -117,7 +117,10 @@ def new_adapter(base: PreTrainedModel, config: LoraConfig, seed: int) -> PeftMod
         target_modules=sorted(config.target_modules),
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(base, peft_config)  # type: ignore[return-value]
+    try:
+        return get_peft_model(base, peft_config)  # type: ignore[return-value]
+    except ValueError as error:  # a norm, or a block of layers
+        raise UserError(f"peft makes no adapter: {cause(error)}", where="lora.target_modules") from error
 
 
 def load_adapter(base: PreTrainedModel, adapter: Ref, model: Ref, *, trainable: bool) -> PeftModel:

@@ -227,6 +227,21 @@ def test_model_that_was_saved_quantised_loads(quantization: str, folder: Path, s
         base_of(saved)
 
 
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("foo", "no layer named foo"),
+        ("self_attn.q_proj", "no layer named self_attn.q_proj"),
+        ("input_layernorm", "peft makes no adapter: Target module Qwen3RMSNorm"),
+        ("mlp", "peft makes no adapter: Target module Qwen3MLP"),
+    ],
+)
+def test_a_layer_that_takes_no_adapter_is_one_line(folder: Path, target: str, expected: str) -> None:
+    with pytest.raises(UserError, match=f"lora.target_modules: .*{expected}") as error:
+        new_adapter(base_of(folder), LoraConfig(target_modules=("q_proj", target)), 0)
+    assert "\n" not in str(error.value)
+
+
 def test_full_disk_leaves_no_torn_adapter(folder: Path, tmp_path: Path) -> None:
     adapter = new_adapter(base_of(folder), LoraConfig(r=64), 0)
     with (
