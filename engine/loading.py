@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,24 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
+from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from artifacts.store import fsync, write_atomically
 from engine.model_folder import cause, reading
-from engine.weights import check_folder, check_loaded
+from engine.weights import check_folder, check_loaded, counted
+from schemas.base import first_problem
 from schemas.config import LoraConfig, ModelConfig
 from schemas.errors import StageError, UserError
 from schemas.refs import ORIGIN_FILE, Ref
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+_RETRAIN = "train the adapter again, or give one that is whole"
 
 
 def pick_device() -> torch.device:
@@ -123,17 +133,99 @@ def new_adapter(base: PreTrainedModel, config: LoraConfig, seed: int) -> PeftMod
         raise UserError(f"peft makes no adapter: {cause(error)}", where="lora.target_modules") from error
 
 
-def load_adapter(base: PreTrainedModel, adapter: Ref, model: Ref, *, trainable: bool) -> PeftModel:
-    """Wraps the base with a stored adapter.
+def load_adapter(base: nn.Module, adapter: Ref, model: Ref, *, trainable: bool, name: str = "default") -> PeftModel:
+    """Wraps the base with a stored adapter; one that is wrapped already gets it beside those that it has.
 
     Raises:
-        UserError: the adapter was trained on another base model.
+        UserError: the adapter was trained on another base model, a file of it is missing or damaged, or its tensors
+            are not those that its config and the base ask for.
     """
     check_origin(adapter, model)
-    loaded = PeftModel.from_pretrained(base, adapter.path, is_trainable=trainable)
+    folder = Path(adapter.path)
+    adapter_config(folder)
+    stored = _stored_weights(folder)
+    with warnings.catch_warnings(), _fits(folder):
+        for said_below in ("Found missing adapter keys", "Some weights of"):
+            warnings.filterwarnings("ignore", message=said_below)
+        if isinstance(base, PeftModel):
+            loaded = base
+            loaded.load_adapter(folder, name, is_trainable=trainable, ignore_mismatched_sizes=True)
+        else:
+            loaded = PeftModel.from_pretrained(
+                base,
+                folder,
+                name,
+                is_trainable=trainable,
+                ignore_mismatched_sizes=True,  # type: ignore[arg-type]
+            )
+    own = get_peft_model_state_dict(loaded, adapter_name=name, save_embedding_layers=False)
+    _compare_shapes(folder / ADAPTER_WEIGHTS, stored, {name: list(tensor.shape) for name, tensor in own.items()})
     # the stored name is no path; peft reads the base model's config from here when it writes a checkpoint
-    loaded.peft_config["default"].base_model_name_or_path = base.config._name_or_path
+    loaded.peft_config[name].base_model_name_or_path = loaded.get_base_model().config._name_or_path  # type: ignore
     return loaded
+
+
+@contextmanager
+def _fits(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # not what a GPU without memory raises
+        raise UserError(f"not an adapter for this model: {cause(error)}", where=folder, fix=_RETRAIN) from error
+
+
+def adapter_config(folder: Path) -> LoraConfig:
+    """Rank, targets and dropout of a stored adapter.
+
+    Raises:
+        UserError: its config is missing, damaged, or not that of a LoRA on named layers.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise UserError("the file is missing", where=path, fix=_RETRAIN)
+    with reading("the file is damaged", path, _RETRAIN):
+        stored = json.loads(path.read_bytes())
+        if stored["peft_type"] != "LORA" or not isinstance(stored["target_modules"], list):
+            raise ValueError("not that of a LoRA on named layers")
+        try:
+            return LoraConfig(
+                r=stored["r"],
+                dropout=stored.get("lora_dropout", 0.0),
+                target_modules=tuple(stored["target_modules"]),
+            )
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from error
+
+
+def _stored_weights(folder: Path) -> dict[str, list[int]]:
+    """Names and shapes of a stored adapter's tensors.
+
+    Raises:
+        UserError: a file is missing or damaged, or a value is not finite.
+    """
+    weights = folder / ADAPTER_WEIGHTS
+    if not weights.is_file():
+        raise UserError("the file is missing", where=weights, fix=_RETRAIN)
+    with reading("the file is damaged", weights, _RETRAIN):
+        tensors = load_file(weights)
+    if broken := [name for name, tensor in sorted(tensors.items()) if not torch.isfinite(tensor).all()]:
+        raise UserError(f"not finite: {counted(broken)}", where=weights, fix=_RETRAIN)
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _compare_shapes(weights: Path, stored: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+    """peft keeps random values where a tensor is missing, and passes over one that it has no place for."""
+    if missing := sorted(expected.keys() - stored.keys()):
+        raise UserError(f"the adapter lacks {counted(missing)}", where=weights, fix=_RETRAIN)
+    if unexpected := sorted(stored.keys() - expected.keys()):
+        raise UserError(f"the model has no place for {counted(unexpected)}", where=weights, fix=_RETRAIN)
+    if different := sorted(name for name in expected if stored[name] != expected[name]):
+        first = different[0]
+        raise UserError(
+            f"the shapes of {ADAPTER_CONFIG} and weights differ in {counted(different)}: {expected[first]} and "
+            f"{stored[first]}",
+            where=weights,
+            fix=_RETRAIN,
+        )
 
 
 def check_origin(adapter: Ref, model: Ref) -> None:
@@ -141,7 +233,11 @@ def check_origin(adapter: Ref, model: Ref) -> None:
     origin = Path(adapter.path) / ORIGIN_FILE
     if not origin.is_file():
         raise UserError(f"not an adapter of traceforge: no {ORIGIN_FILE}", where=adapter.path)
-    trained_on = json.loads(origin.read_text())["model_sha256"]
+    with reading("the file is damaged", origin, _RETRAIN):
+        said = json.loads(origin.read_bytes())
+    trained_on = said.get("model_sha256") if isinstance(said, dict) else None
+    if not isinstance(trained_on, str):
+        raise UserError("it does not say which model the adapter was trained on", where=origin, fix=_RETRAIN)
     if trained_on != model.sha256:
         raise UserError(
             f"the adapter was trained on model {trained_on[:16]}, this one is {model.sha256[:16]}",
@@ -175,11 +271,9 @@ def save_adapter(model: PeftModel, folder: Path, *, base_name: str, model_sha256
     shutil.rmtree(folder, ignore_errors=True)  # left by a run that ended between this and its report
     try:
         folder.mkdir(parents=True)
-        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        fsync(folder / "adapter_model.safetensors")
-        write_atomically(
-            folder / "adapter_config.json", json.dumps(plain, indent=2, sort_keys=True, default=str) + os.linesep
-        )
+        save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        fsync(folder / ADAPTER_WEIGHTS)
+        write_atomically(folder / ADAPTER_CONFIG, json.dumps(plain, indent=2, sort_keys=True, default=str) + os.linesep)
         write_atomically(folder / ORIGIN_FILE, json.dumps(origin, indent=2, sort_keys=True) + os.linesep)
         fsync(folder.parent)
     except (OSError, SafetensorError) as error:

@@ -67,11 +67,11 @@ def check_loaded(model: PreTrainedModel, info: dict[str, Any], folder: Path) -> 
         UserError: a tensor is missing or of another shape, or a layer has weights that this architecture does not use.
     """
     if missing := sorted(info["missing_keys"]):
-        raise UserError(f"the weights lack {_counted(missing)}", where=folder, fix=AGAIN)
+        raise UserError(f"the weights lack {counted(missing)}", where=folder, fix=AGAIN)
     if different := sorted(info["mismatched_keys"]):
         _, stored, expected = different[0]
         raise UserError(
-            f"the shapes of config.json and weights differ in {_counted([name for name, *_ in different])}: "
+            f"the shapes of config.json and weights differ in {counted([name for name, *_ in different])}: "
             f"{list(expected)} and {list(stored)}",
             where=folder,
             fix=_OTHER_CONFIG,
@@ -79,14 +79,14 @@ def check_loaded(model: PreTrainedModel, info: dict[str, Any], folder: Path) -> 
     unexpected = sorted(info["unexpected_keys"])
     if foreign := _of_its_layers(unexpected, model):
         raise UserError(
-            f"a {model.config.model_type} model, as config.json has it, has no place for {_counted(foreign)}",
+            f"a {model.config.model_type} model, as config.json has it, has no place for {counted(foreign)}",
             where=folder,
             fix=_OTHER_CONFIG,
         )
     return unexpected
 
 
-def _counted(names: list[str]) -> str:
+def counted(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} tensors, first {names[0]}"
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 
 class Frozen(BaseModel):
@@ -32,3 +32,10 @@ class Section(Frozen):
             if isinstance(item, str) and "\0" in item:
                 raise ValueError("text holds a NUL character")
         return value
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of the problems that pydantic found, in one line: where it is, and what it is."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    return (f"{key}: " if key else "") + first["msg"].removeprefix("Value error, ")
