@@ -34,9 +34,11 @@ def log_uniform(n_pairs: int, shortest: int, longest: int, seed: int = 0) -> Len
 
 
 def scored_spans(n_tokens: int, first: int = 1) -> list[tuple[int, int]]:
-    """Spans [start, end) of equal length, spread from `first` to the branch's end."""
-    length = max(1, int(min(MOST_SCORED_TOKENS, n_tokens * SCORED_SHARE)) // N_SPANS)
-    ends = np.linspace(first + length, n_tokens, N_SPANS).astype(int).tolist()
+    """Spans [start, end) of equal length, spread from `first` to the branch's end; fewer where there is no room."""
+    room = n_tokens - first
+    n_spans = min(N_SPANS, room)
+    length = max(1, min(int(min(MOST_SCORED_TOKENS, n_tokens * SCORED_SHARE)) // N_SPANS, room // n_spans))
+    ends = [first + length + (room - length) * index // max(1, n_spans - 1) for index in range(n_spans)]
     return [(end - length, end) for end in ends]
 
 
