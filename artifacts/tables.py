@@ -72,7 +72,8 @@ def open_table(source: Ref | Path) -> pa.Table:
     """Memory-maps a table; nothing is read until a column or row is.
 
     Raises:
-        ArtifactError: the file is missing, is no whole Arrow stream, or has another schema than this version writes.
+        ArtifactError: the file is missing, is no whole Arrow stream, has another schema than this version writes, or is
+            not of the reference's kind.
     """
     path = Path(source.path) if isinstance(source, Ref) else source
     try:
@@ -86,8 +87,29 @@ def open_table(source: Ref | Path) -> pa.Table:
     name = (table.schema.metadata or {}).get(b"traceforge.table", b"").decode()
     expected = TABLES.get(name)
     if expected is None or not table.schema.equals(expected, check_metadata=True):
-        raise ArtifactError(f"{path}: not a table that this version of traceforge writes (found {name or 'no name'!r})")
+        difference = "" if expected is None else f": {_difference(table.schema, expected)}"
+        raise ArtifactError(
+            f"{path}: not a table that this version of traceforge writes (found {name or 'no name'!r}{difference})"
+        )
+    if isinstance(source, Ref) and name != source.kind:
+        raise ArtifactError(f"{path}: a table of {name}, expected one of {source.kind}")
     return table
+
+
+def _difference(found: pa.Schema, expected: pa.Schema) -> str:
+    """The first thing in which a table's schema is not the expected one."""
+    if missing := [name for name in expected.names if name not in found.names]:
+        return f"no column {missing[0]}"
+    if unknown := [name for name in found.names if name not in expected.names]:
+        return f"unknown column {unknown[0]}"
+    if twice := [name for name in expected.names if found.names.count(name) > 1]:
+        return f"column {twice[0]} occurs twice"
+    for field in expected:
+        if not found.field(field.name).equals(field):
+            return f"column {field.name} is {found.field(field.name).type}, expected {field.type}"
+    if found.names != expected.names:
+        return "its columns are in another order"
+    return f"its metadata is {found.metadata}, expected {expected.metadata}"
 
 
 def iter_rows(table: pa.Table) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ Position 0 has nothing before it and is never scored. Weights come from the span
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from artifacts.tables import open_table
-from schemas.errors import ArtifactError
+from engine.inputs import AGAIN, branch_fault, open_input
+from schemas.errors import UserError
 from schemas.refs import Ref
+
+_BRANCH_COLUMNS = ("branch_id", "task_id", "split", "outcome", "token_ids", "spans", "n_tokens", "n_scored")
+_PAIR_COLUMNS = ("pair_id", "task_id", "chosen_branch_id", "rejected_branch_id", "weight", "split")
 
 
 @dataclass(frozen=True)
@@ -66,35 +69,71 @@ class BranchTable(Dataset[Branch]):
     """Branches of one or more tables, memory-mapped: a row is read when it is asked for, by branch_id."""
 
     def __init__(self, refs: Sequence[Ref]) -> None:
-        tables = [open_table(ref) for ref in refs]
+        """Raises UserError: a table is missing, damaged or another one, or a branch_id occurs twice."""
+        tables = [open_input(ref, _BRANCH_COLUMNS) for ref in refs]
         self.table: pa.Table = pa.concat_tables(tables)
+        self._counts = np.stack([self.table[name].to_numpy() for name in ("n_tokens", "n_scored")])
+        self._paths = [ref.path for ref in refs]
+        self._ends = np.cumsum([table.num_rows for table in tables])
         names: list[str] = self.table["branch_id"].to_pylist()
-        self.row_of: dict[str, int] = {name: row for row, name in enumerate(names)}
-        if len(self.row_of) != len(names):
-            raise ArtifactError(f"{len(names) - len(self.row_of)} branch ids occur twice in the branch tables")
+        self.row_of: dict[str, int] = {}
+        for row, name in enumerate(names):
+            if self.row_of.setdefault(name, row) != row:
+                raise UserError("the branch_id occurs twice", where=self._where(row, name), fix=AGAIN)
 
     def __len__(self) -> int:
         return len(self.row_of)
 
+    def __contains__(self, branch_id: str) -> bool:
+        return branch_id in self.row_of
+
+    def _where(self, row: int, branch_id: str) -> str:
+        return f"{self._paths[int(np.searchsorted(self._ends, row, side='right'))]}, branch {branch_id}"
+
     def column(self, name: str) -> list[Any]:
         return self.table[name].to_pylist()
+
+    def token_ids(self, branch_id: str) -> np.ndarray:
+        """[n_tokens] int32, a view of the mapped file."""
+        return self.table["token_ids"][self.row_of[branch_id]].values.to_numpy()
 
     def __getitem__(self, branch_id: str) -> Branch:
         """The branch of that id.
 
         Raises:
-            ArtifactError: no such branch, or none of its tokens is scored.
+            UserError: no such branch, none of its tokens is scored, or its row contradicts itself.
         """
         if branch_id not in self.row_of:
-            raise ArtifactError(f"branch {branch_id} is in no branch table")
-        row = self.row_of[branch_id]
-        token_ids_T = self.table["token_ids"][row].values.to_numpy()
+            raise UserError(f"there is no branch {branch_id}", where=", ".join(self._paths), fix=AGAIN)
+        row, token_ids_T = self.row_of[branch_id], self.token_ids(branch_id)
         spans = self.table["spans"][row].values
         start, end, weight = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("start", "end", "weight"))
+        n_tokens, n_scored = self._counts[:, row].tolist()
+        if fault := branch_fault(token_ids_T, np.stack([start, end]), weight, n_tokens, n_scored):
+            raise UserError(fault, where=self._where(row, branch_id), fix=AGAIN)
         positions_P, weights_P = scored_positions(start, end, weight)
         if not len(positions_P):
-            raise ArtifactError(f"branch {branch_id} has no scored token")
+            raise UserError("it has no scored token", where=self._where(row, branch_id), fix=AGAIN)
         return Branch(branch_id, token_ids_T, positions_P, weights_P)
+
+    def check(self, branch_ids: Iterable[str], vocab_size: int | None) -> None:
+        """Reads the branches once, so that a bad one is told before the model is loaded and not hours later.
+
+        Args:
+            vocab_size: rows of the model's embedding; None: not known, and not compared.
+
+        Raises:
+            UserError: as for reading a branch, or a token is none of the model's.
+        """
+        for name in branch_ids:
+            token_ids_T = self[name].token_ids_T
+            place = int(token_ids_T.argmax())
+            if vocab_size is not None and token_ids_T[place] >= vocab_size:
+                raise UserError(
+                    f"its token {place} is {token_ids_T[place]}, and the model has {vocab_size}",
+                    where=self._where(self.row_of[name], name),
+                    fix="render the runs with this model's tokenizer",
+                )
 
 
 class Pair(NamedTuple):
@@ -105,11 +144,32 @@ class Pair(NamedTuple):
     weight: float
 
 
-def read_pairs(ref: Ref, split: str) -> list[Pair]:
-    """Pairs of one split, in the table's order."""
-    columns = ("pair_id", "task_id", "chosen_branch_id", "rejected_branch_id", "weight", "split")
-    rows = zip(*(open_table(ref)[name].to_pylist() for name in columns), strict=True)
-    return [Pair(*row[:5]) for row in rows if row[5] == split]
+def read_pairs(ref: Ref, split: str, branches: BranchTable) -> list[Pair]:
+    """Pairs of one split, in the table's order.
+
+    Raises:
+        UserError: the table cannot be read, or a pair has a bad weight, a branch that is in no table, or nothing to
+            compare.
+    """
+    table = open_input(ref, _PAIR_COLUMNS)
+    rows = zip(*(table[name].to_pylist() for name in _PAIR_COLUMNS), strict=True)
+    pairs = [Pair(*row[:5]) for row in rows if row[5] == split]
+    for pair in pairs:
+        if fault := _pair_fault(pair, branches):
+            raise UserError(fault, where=f"{ref.path}, pair {pair.pair_id}", fix=AGAIN)
+    return pairs
+
+
+def _pair_fault(pair: Pair, branches: BranchTable) -> str | None:
+    if not (np.isfinite(pair.weight) and pair.weight >= 0):
+        return f"its weight is {pair.weight:g}; expected a finite one, 0 or above"
+    if missing := [name for name in (pair.chosen, pair.rejected) if name not in branches]:
+        return f"its branch {missing[0]} is in no branch table"
+    if pair.chosen == pair.rejected:
+        return f"branch {pair.chosen} is on both sides"
+    if np.array_equal(branches.token_ids(pair.chosen), branches.token_ids(pair.rejected)):
+        return f"its branches {pair.chosen} and {pair.rejected} hold the same tokens"
+    return None
 
 
 def collate(branches: Sequence[Branch], pad_id: int = 0) -> Batch:

@@ -21,7 +21,7 @@ from peft import PeftModel
 
 from engine.collectives import Group, join
 from engine.data import BranchTable, Pair, collate, length_bucketed, read_pairs, to_device
-from engine.loading import check_origin, load_base
+from engine.loading import check_origin, load_adapter, load_base
 from engine.out_of_memory import memory_advice
 from engine.scorers import open_engine
 from engine.scores import Scorer
@@ -124,10 +124,7 @@ def _load_all(spec: TrainSpec, max_tokens: int, group: Group) -> torch.nn.Module
     """The base model with every adapter of the spec beside it, in evaluation mode."""
     model: torch.nn.Module = load_base(spec.model, spec.base, group.device, max_tokens)
     for name, adapter in spec.adapters.items():
-        if isinstance(model, PeftModel):
-            model.load_adapter(adapter.path, name)
-        else:
-            model = PeftModel.from_pretrained(model, adapter.path, name)  # type: ignore[arg-type]
+        model = load_adapter(model, adapter, spec.model, trainable=False, name=name)
     return model.eval()
 
 
@@ -154,7 +151,7 @@ def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scor
     columns = (branches.column(name) for name in ("branch_id", "task_id", "split", "outcome"))
     heldout = [(name, task, outcome) for name, task, split, outcome in zip(*columns, strict=True) if split == "heldout"]
     resolved = [name for name, _, outcome in heldout if outcome == "resolved"]
-    pairs = read_pairs(spec.pairs, "heldout") if spec.pairs else []
+    pairs = read_pairs(spec.pairs, "heldout", branches) if spec.pairs else []
     names = sorted({*resolved, *(name for pair in pairs for name in (pair.chosen, pair.rejected))})
     for adapter in spec.adapters.values():
         check_origin(adapter, spec.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,11 +93,15 @@ def _max_packed_tokens(config: SimpoConfig, engine: Engine, base: Any, dropout: 
 
 
 def _start_logprobs(
-    out: Path, checkpoint: Path | None, group: Group, score: Callable[[], dict[str, np.ndarray]]
+    out: Path,
+    checkpoint: Path | None,
+    group: Group,
+    score: Callable[[], dict[str, np.ndarray]],
+    n_scored: Mapping[str, int],
 ) -> dict[str, np.ndarray]:
     """logp_P of branches before step 1, measured once and kept for runs that resume."""
     path = out / "start_logprobs.json"
-    kept = load_logprobs(path) if checkpoint is not None else None
+    kept = load_logprobs(path, n_scored) if checkpoint is not None else None
     if kept is not None:
         return kept
     logps = score()  # of the adapter that training starts from: a checkpoint is loaded later
@@ -126,7 +130,7 @@ def train(
         raise StageError(f"plan parallel needs an even number of ranks, got {group.world_size}")
     check_trackers(config.trackers)
     branches = BranchTable(spec.branches)
-    rows = read_pairs(spec.pairs, "train") if spec.pairs else []
+    rows = read_pairs(spec.pairs, "train", branches) if spec.pairs else []
     if not rows:
         raise UserError("no pair is in the train split", where="simpo", fix="see the pair report for what was refused")
     names = sorted({name for pair in rows for name in (pair.chosen, pair.rejected)})
@@ -134,7 +138,7 @@ def train(
     with memory_advice(engine, group) as watched:
         trainer = _load(spec, config, group, out, stop, engine, scorer or engine.scorer, branches, rows)
         watched.trainer = trainer
-        checkpoint = latest_checkpoint(out)
+        checkpoint = latest_checkpoint(out, spec.digest())
         if checkpoint is not None:
             trainer.meter.restore(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history)
         _compare_ranks(spec, trainer, checkpoint)
@@ -143,13 +147,14 @@ def train(
         score_all = partial(
             branch_logprobs, trainer.policy, branches, compared_names, group, trainer.scorer, trainer.cost
         )
-        trainer.start_logps = _start_logprobs(out, checkpoint, group, score_all)
+        n_scored = {name: len(branches[name].positions_P) for name in compared_names}
+        trainer.start_logps = _start_logprobs(out, checkpoint, group, score_all, n_scored)
         first_margin = mean_margin(trainer.start_logps, branches, compared)
         windows = trainer.windows
         plan_text = f"{config.plan}: {describe([trainer.deal_of(window) for window in windows])}"
         early_stop = EarlyStop(config.early_stop)
         trainer.add_callback(early_stop)
-        trainer.add_callback(Checkpoints(group, trainer.policy, out, config.save_steps, stop))
+        trainer.add_callback(Checkpoints(group, trainer.policy, out, config.save_steps, stop, run=spec.digest()))
         if group.rank == 0:
             for callback in (StepPrinter(), *tracker_callbacks(spec, config.trackers)):
                 trainer.add_callback(callback)

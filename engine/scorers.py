@@ -6,7 +6,6 @@ Every trainer takes a scorer (`engine.scores`) and does not care which; the repo
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -39,7 +38,9 @@ from engine.collectives import Group, gather, least
 from engine.data import BranchTable
 from engine.host_memory import host_limits
 from engine.layers import PACK_TOKENS, LongContextScorer, uncovered
+from engine.loading import adapter_config
 from engine.memory import ALL_LINEARS, GIB, Ledger, Setup
+from engine.model_folder import read_json
 from engine.plan import MemoryPlan
 from engine.scores import Scorer, token_logprobs
 from schemas.config import LoraConfig, ModelConfig, OptimizerConfig
@@ -181,13 +182,8 @@ def _lora_of(spec: TrainSpec) -> LoraConfig:
     """Rank, targets and dropout of the widest adapter of the spec; the defaults when it has none."""
     if spec.lora is not None:
         return spec.lora
-    stored = [json.loads((Path(ref.path) / "adapter_config.json").read_text()) for ref in spec.adapters.values()]
-    if not stored:
-        return LoraConfig()
-    widest = max(stored, key=lambda config: config["r"] * len(config["target_modules"]))
-    return LoraConfig(
-        r=widest["r"], target_modules=tuple(widest["target_modules"]), dropout=widest.get("lora_dropout", 0.0)
-    )
+    stored = [adapter_config(Path(ref.path)) for ref in spec.adapters.values()]
+    return max(stored, key=lambda config: config.r * len(config.target_modules), default=LoraConfig())
 
 
 def _pack_tokens(planned: Callable[[int], object]) -> int:
@@ -217,6 +213,11 @@ def _n_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
+def _vocab_size(config: dict[str, Any]) -> int | None:
+    """Tokens that the model has; None where config.json leaves it to the library."""
+    return config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+
+
 def open_engine(
     spec: TrainSpec,
     branches: BranchTable,
@@ -234,13 +235,14 @@ def open_engine(
         budget: memory of this rank; None: `measured_budget`.
 
     Raises:
-        UserError: the longest branch does not fit (says which length would), or the model is not covered.
+        UserError: a branch cannot be scored, the longest one does not fit (says which length would), or the model is
+            not covered.
     """
-    rows = {name: row for row, name in enumerate(branches.column("branch_id"))}
-    n_tokens, n_scored = branches.column("n_tokens"), branches.column("n_scored")
-    longest = max(n_tokens[rows[name]] for name in names)
     config_path = Path(spec.model.path) / "config.json"
-    config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
+    config: dict[str, Any] = read_json(config_path) if config_path.is_file() else {}
+    branches.check(names, _vocab_size(config))
+    rows, n_tokens, n_scored = branches.row_of, branches.column("n_tokens"), branches.column("n_scored")
+    longest = max(n_tokens[rows[name]] for name in names)
     lora = _lora_of(spec)
     covered = config.get("model_type") in LONG_CONTEXT_FAMILIES
     problem = long_context_problem(spec.base, config, lora, longest, trains=optimizer is not None)

@@ -58,9 +58,16 @@ def save_logprobs(path: Path, logps: Mapping[str, np.ndarray]) -> None:
     write_atomically(path, json.dumps({name: logp_P.tolist() for name, logp_P in logps.items()}))
 
 
-def load_logprobs(path: Path) -> dict[str, np.ndarray] | None:
-    """What was kept there; None where that is nothing, or damaged."""
+def load_logprobs(path: Path, n_scored: Mapping[str, int]) -> dict[str, np.ndarray] | None:
+    """What was kept there of these branches; None where that is nothing, damaged, or of others.
+
+    Args:
+        n_scored: branch_id -> scored positions.
+    """
     try:
-        return {name: np.array(values, dtype=np.float64) for name, values in json.loads(path.read_text()).items()}
+        kept = {name: np.array(values, dtype=np.float64) for name, values in json.loads(path.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return None
+    if {name: logp_P.shape for name, logp_P in kept.items()} != {name: (n,) for name, n in n_scored.items()}:
+        return None
+    return kept if all(np.isfinite(logp_P).all() for logp_P in kept.values()) else None

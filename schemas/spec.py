@@ -4,12 +4,14 @@
 """
 
 import hashlib
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
-from schemas.base import Frozen
+from schemas.base import Frozen, first_problem
 from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, SftConfig, SimpoConfig
+from schemas.errors import UserError
 from schemas.refs import Ref
 
 
@@ -33,6 +35,14 @@ class TrainSpec(Frozen):
     )
     log_folder: str | None = Field(default=None, description="where TensorBoard files go; None: nowhere")
 
+    @model_validator(mode="after")
+    def _has_inputs(self) -> Self:
+        if self.stage == "simpo" and self.pairs is None:
+            raise ValueError("stage simpo trains on pairs, and pairs is not given")
+        if self.stage == "simpo" and "start" not in self.adapters:
+            raise ValueError("stage simpo begins with an adapter, and adapters.start is not given")
+        return self
+
     def digest(self) -> str:
         """sha256 of the spec without where its inputs lie, so that moved inputs resume the same work."""
         places = {"path": True}
@@ -47,3 +57,17 @@ class TrainSpec(Frozen):
             }
         )
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_spec(path: Path) -> TrainSpec:
+    """The spec in a JSON file.
+
+    Raises:
+        UserError: it cannot be read, or is no spec; names the first key that is wrong.
+    """
+    try:
+        return TrainSpec.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=path, fix="give a TrainSpec as JSON") from error
+    except ValidationError as error:
+        raise UserError(f"not a spec of this version: {first_problem(error)}", where=path) from error

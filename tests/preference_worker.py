@@ -34,8 +34,9 @@ class Work:
     def __init__(self, spec: TrainSpec) -> None:
         assert spec.simpo is not None
         assert spec.pairs is not None
-        rows = read_pairs(spec.pairs, "train")[:4]
-        self.pairs = Pairs(rows, BranchTable(spec.branches), preference.loss_of(spec.simpo), LOSSES["simpo"], {})
+        branches = BranchTable(spec.branches)
+        rows = read_pairs(spec.pairs, "train", branches)[:4]
+        self.pairs = Pairs(rows, branches, preference.loss_of(spec.simpo), LOSSES["simpo"], {})
         base = load_base(spec.model, spec.base, torch.device("cpu"), 4096)
         self.costs = [
             self.pairs.cost(place, cost_model(base.config.to_dict(), recomputes=False), 4096) for place in range(4)

@@ -22,7 +22,7 @@ from engine.data import (
     read_pairs,
     scored_positions,
 )
-from schemas.errors import ArtifactError
+from schemas.errors import UserError
 from schemas.tables import BRANCHES
 
 
@@ -50,14 +50,14 @@ def test_branch_reads_back_its_scored_tokens(tmp_path: Path) -> None:
 
 def test_branch_without_scored_token_is_an_error(tmp_path: Path) -> None:
     write_table(tmp_path / "branches.arrow", BRANCHES, [branch_row("run", "task", "resolved", 2, 4, weight=0.0)])
-    with pytest.raises(ArtifactError, match="run has no scored token"):
+    with pytest.raises(UserError, match="branch run: it has no scored token"):
         BranchTable([ref_of(tmp_path / "branches.arrow", "branches")])["run"]
 
 
 def test_branch_ids_must_be_unique_over_tables(tmp_path: Path) -> None:
     write_table(tmp_path / "branches.arrow", BRANCHES, [branch_row("run", "task", "resolved", 2, 4)])
     ref = ref_of(tmp_path / "branches.arrow", "branches")
-    with pytest.raises(ArtifactError, match="occur twice"):
+    with pytest.raises(UserError, match="branch run: the branch_id occurs twice"):
         BranchTable([ref, ref])
 
 
@@ -127,6 +127,7 @@ def test_loader_passes_the_epoch_on() -> None:
 
 
 def test_pairs_of_a_split(tmp_path: Path) -> None:
-    _, paired = make_tables(tmp_path, n_pairs=3, n_heldout=2)
-    assert [pair.pair_id for pair in read_pairs(paired.pairs, "train")] == ["pair-0", "pair-1", "pair-2"]
-    assert [pair.task_id for pair in read_pairs(paired.pairs, "heldout")] == ["task-3", "task-4"]
+    branches, paired = make_tables(tmp_path, n_pairs=3, n_heldout=2)
+    table = BranchTable([branches])
+    assert [pair.pair_id for pair in read_pairs(paired.pairs, "train", table)] == ["pair-0", "pair-1", "pair-2"]
+    assert [pair.task_id for pair in read_pairs(paired.pairs, "heldout", table)] == ["task-3", "task-4"]

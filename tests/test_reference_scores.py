@@ -38,7 +38,11 @@ class Counting:
 def scores(spec: TrainSpec, folder: Path) -> tuple[dict[str, float], int]:
     assert spec.pairs is not None
     model = start_model(spec)
-    names = [name for pair in read_pairs(spec.pairs, "train") for name in (pair.chosen, pair.rejected)]
+    names = [
+        name
+        for pair in read_pairs(spec.pairs, "train", BranchTable(spec.branches))
+        for name in (pair.chosen, pair.rejected)
+    ]
     scorer = Counting()
     return reference_scores(
         spec, model, BranchTable(spec.branches), names, Group(), folder, scorer, "plain"
