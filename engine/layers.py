@@ -181,7 +181,7 @@ class LongContextScorer:
         self, model: nn.Module, input_ids_BT: Tensor, attention_mask_BT: Tensor, rows_P: Tensor, positions_P: Tensor
     ) -> Tensor:
         """logp_P in nats; errors as `engine.scores.token_logprobs`, UserError for models the walk does not cover."""
-        check_positions(input_ids_BT, rows_P, positions_P)
+        check_positions(input_ids_BT, attention_mask_BT, rows_P, positions_P)
         pack_tokens = 0 if depends_on_length(split_head(model)[0]) else self.pack_tokens
         pieces, order = [], []
         kept_BT = attention_mask_BT.bool()

@@ -66,7 +66,7 @@ def token_logprobs(
     model: nn.Module, input_ids_BT: Tensor, attention_mask_BT: Tensor, rows_P: Tensor, positions_P: Tensor
 ) -> Tensor:
     """A scorer (see `engine.scores`) that materialises all logits of every row. Rows may be padded on either side."""
-    check_positions(input_ids_BT, rows_P, positions_P)
+    check_positions(input_ids_BT, attention_mask_BT, rows_P, positions_P)
     _, head = split_head(model)
     logp_P: list[Tensor] = [torch.empty(0)] * positions_P.numel()
     for row in rows_P.unique().tolist():

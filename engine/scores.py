@@ -30,20 +30,42 @@ def split_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return decoder, head
 
 
-def check_positions(input_ids_BT: Tensor, rows_P: Tensor, positions_P: Tensor) -> None:
-    """ValueError unless rows_P and positions_P name tokens that have a token before them."""
+def check_positions(input_ids_BT: Tensor, attention_mask_BT: Tensor, rows_P: Tensor, positions_P: Tensor) -> None:
+    """ValueError unless rows_P and positions_P name real tokens right behind another one, in rows without holes.
+
+    One synchronisation with the device.
+    """
     n_rows, n_tokens = input_ids_BT.shape
+    if attention_mask_BT.shape != input_ids_BT.shape:
+        raise ValueError(f"attention mask {tuple(attention_mask_BT.shape)}: need one as the ids, {(n_rows, n_tokens)}")
     if rows_P.shape != positions_P.shape or rows_P.dim() != 1:
         raise ValueError(f"rows {tuple(rows_P.shape)} and positions {tuple(positions_P.shape)}: need two equal [P]")
     if positions_P.numel() == 0:
         raise ValueError("no scored position: a branch needs at least one scored token")
-    if int(positions_P.min()) < 1 or int(positions_P.max()) >= n_tokens:
+    kept_BT = attention_mask_BT.bool()
+    starts_B = kept_BT[:, 0] + (kept_BT[:, 1:] > kept_BT[:, :-1]).sum(1)
+    inside_2P = torch.stack([rows_P.clamp(0, n_rows - 1), positions_P.clamp(1, n_tokens - 1)]).to(kept_BT.device).long()
+    rows, positions = inside_2P  # those outside are refused first
+    unknown_P = ~(kept_BT[rows, positions] & kept_BT[rows, positions - 1])
+    extremes = [positions_P.min(), positions_P.max(), rows_P.min(), rows_P.max(), unknown_P.sum(), starts_B[rows].max()]
+    first, last, first_row, last_row, n_unknown, most_starts = torch.stack(
+        [number.to(kept_BT.device) for number in extremes]
+    ).tolist()
+    if first < 1 or last >= n_tokens:
         raise ValueError(
-            f"scored positions span {int(positions_P.min())}..{int(positions_P.max())}, allowed 1..{n_tokens - 1}: "
+            f"scored positions span {first}..{last}, allowed 1..{n_tokens - 1}: "
             "the first token has nothing before it to be predicted from"
         )
-    if int(rows_P.min()) < 0 or int(rows_P.max()) >= n_rows:
-        raise ValueError(f"scored rows span {int(rows_P.min())}..{int(rows_P.max())}, batch has {n_rows}")
+    if first_row < 0 or last_row >= n_rows:
+        raise ValueError(f"scored rows span {first_row}..{last_row}, batch has {n_rows}")
+    if n_unknown:
+        row, position = inside_2P[:, unknown_P][:, 0].tolist()
+        raise ValueError(
+            f"{n_unknown} scored positions are padding or have padding before them, first {position} of row {row}: "
+            "there is no token, or none to predict it from"
+        )
+    if most_starts > 1:
+        raise ValueError(f"the attention mask of a scored row has a hole: {most_starts} runs of tokens, allowed 1")
 
 
 def is_right_padded(attention_mask_BT: Tensor) -> bool:
@@ -81,9 +103,9 @@ def token_logprobs(
 
     The hidden state is the one at `positions[p] - 1`, so positions start at 1. The head runs on `chunk_positions`
     states at a time and is recomputed in backward, so no [tokens, V] tensor is ever alive. Returns logp_P,
-    float32 (float64 when the model is). ValueError for positions outside 1..T-1 or for none at all.
+    float32 (float64 when the model is). ValueError for positions that `check_positions` refuses.
     """
-    check_positions(input_ids_BT, rows_P, positions_P)
+    check_positions(input_ids_BT, attention_mask_BT, rows_P, positions_P)
     decoder, head = split_head(model)
     if depends_on_length(decoder) and not (len(input_ids_BT) == 1 and bool(attention_mask_BT.all())):
         return _row_by_row(model, input_ids_BT, attention_mask_BT, rows_P, positions_P, chunk_positions)
