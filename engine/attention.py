@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.memory import math_rows
+from engine.attention_memory import math_rows
 from schemas.errors import StageError
 
 
@@ -71,7 +71,7 @@ def _row_blocks(q_THE: Tensor, k_MKE: Tensor) -> list[slice]:
 
 
 def _math_forward(q_THE: Tensor, k_MKE: Tensor, v_MKE: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """One block of scores alive (`engine.memory.math_workspace_bytes`)."""
+    """One block of scores alive (`engine.attention_memory.math_workspace_bytes`)."""
     n_tokens, n_heads, _ = q_THE.shape
     v_KME = v_MKE.transpose(0, 1)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)

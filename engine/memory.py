@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from engine.attention_memory import attention_workspace_bytes, math_workspace_bytes
 from engine.plan import FIELDS, Dimensions, KeptShape, MemoryPlan, kept_shapes
 
 BaseFormat = Literal["nf4", "int8", "bf16", "fp32", "fp64"]
@@ -27,8 +28,6 @@ _PAGE_BYTES = 4096  # alignment of a slot in the host buffer
 _MID_RING_TILES = 3
 INT8_ROWS = 256  # rows of an int8 weight that are in float32 at once
 SUM_ROWS = 1024  # rows of a block's results that are added to others at once
-_MATH_ROWS = 512
-_MATH_BLOCK_BYTES = 2**29
 # NF4 in blocks of 64 with double quantisation: half a byte, one byte of scale per block, four per 256 blocks.
 _BYTES_PER_WEIGHT = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "bf16": 2.0, "fp32": 4.0, "fp64": 8.0}
 _OPTIMISER_BYTES = {"none": 0, "adamw": 8, "adamw_8bit": 2}  # per trained parameter
@@ -287,35 +286,6 @@ def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -
         for name in moments.keys() - {"backward_attention"}:
             moments[name]["dequantisation"] = INT8_ROWS * max(hidden, sizes.mlp_size, sizes.query_size) * 2 * 4
     return moments | {"head": head}
-
-
-def attention_workspace_bytes(
-    n_tokens: int, n_heads: int, n_key_heads: int, head_size: int, *, ordered_on: int = 0
-) -> int:
-    """What attention's backward allocates: float32 sums of dq, two float32 a query row, and more for GQA.
-
-    With grouped queries, dk and dv are first made per query head and then summed over the heads of a group. To add in a
-    fixed order, flash gives each of its workers that share a head a sum of its own: as many as there are
-    multiprocessors for a head (flash-attention's `mha_bwd`, a batch of one).
-    """
-    per_head_grads = 2 * head_size * 2 if n_key_heads != n_heads else 0
-    sums = max(1, -(-ordered_on // n_heads))
-    return n_tokens * n_heads * ((sums * head_size + 2) * 4 + per_head_grads)
-
-
-def math_rows(n_heads: int, n_keys: int, itemsize: int) -> int:
-    """Query rows whose scores plain attention holds at once: fewer where keys are many, so that a block is bounded."""
-    return max(1, min(_MATH_ROWS, _MATH_BLOCK_BYTES // (n_heads * n_keys * itemsize)))
-
-
-def math_workspace_bytes(n_tokens: int, n_heads: int, head_size: int, itemsize: int, *, n_blocks: int) -> int:
-    """What plain attention allocates beside its results: blocks of scores (one forward, two backward), per block and
-    once more the block's rows of q, dout or a result, three numbers a row, and a mask of the block's own tokens.
-    """
-    rows = min(_MATH_ROWS, n_tokens)
-    row_bytes = n_heads * n_tokens * itemsize
-    block_bytes = max(row_bytes, min(rows * row_bytes, _MATH_BLOCK_BYTES))
-    return n_blocks * block_bytes + rows * n_heads * ((n_blocks + 1) * head_size + 3) * itemsize + rows * rows
 
 
 def host_bytes_of(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup) -> int:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.attention_memory import attention_workspace_bytes
 from engine.budget import Budget, memory_setup, training_plan
 from engine.collectives import Group
-from engine.memory import GIB, Setup, attention_workspace_bytes
+from engine.memory import GIB, Setup
 from engine.scorers import measured_budget
 from schemas.config import ModelConfig
 from schemas.errors import UserError

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from engine import block_attention, memory, segments
+from engine import attention_memory, block_attention, segments
 from engine.attention import BACKENDS, AttentionBackend
+from engine.attention_memory import attention_workspace_bytes, math_workspace_bytes
 from engine.block_attention import BlockBackends
 from engine.linears import dense_weight, write_dense_weight
-from engine.memory import INT8_ROWS, Setup, attention_workspace_bytes, math_workspace_bytes, predict
+from engine.memory import INT8_ROWS, Setup, predict
 from engine.plan import uniform_plan
 from tasks.plan import SHAPES
 
@@ -61,7 +62,7 @@ def test_plain_attention_holds_what_the_ledger_counts(
 
     It held 4.2 blocks of scores forward and 5.3 backward, and the ledger none, before it held one and two.
     """
-    monkeypatch.setattr(memory, "_MATH_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(attention_memory, "_MATH_BLOCK_BYTES", block_bytes)
     q, k, v = random_qkv(n_tokens, *heads, head_size, dtype)
     out, lse = BACKENDS["math"].forward(q, k, v, 0.2, causal)
     results = out.nbytes + lse.nbytes, q.nbytes + k.nbytes + v.nbytes
