@@ -12,6 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from engine.attention import AttentionBackend, fastest, probe_backends
@@ -23,11 +26,15 @@ from engine.plan import MemoryPlan
 from engine.rope import depends_on_length
 from engine.scores import check_positions, split_head
 from engine.segments import WINDOW_GAP_TOKENS, one_row, packed_rows
-from engine.walk import Sequence, Walk, WalkFunction
+from engine.walk import Sequence, Walk, WalkFunction, adapters_in_effect, layer_linears, used_tensors
 from schemas.errors import UserError
 
 PACK_TOKENS = 16_384
 """Rows are packed up to so many tokens: from there on nothing of a walk's fixed work is left to save."""
+
+PLAIN_LORA = ("Linear", "Linear4bit", "Linear8bitLt")
+"""peft's LoRA layers that add B A x, scaled, to what their linear computes."""
+PLAIN_LORA_FIX = "use plain LoRA, on linears of the layers"
 
 
 def uncovered(config: Any, n_tokens: int, *, trains: bool) -> str | None:
@@ -36,15 +43,62 @@ def uncovered(config: Any, n_tokens: int, *, trains: bool) -> str | None:
     Args:
         n_tokens: of the longest branch.
     """
-    window = window_of(config)
+    # transformers' Mistral attends within its window whatever its layer_types say
+    window = config.sliding_window if config.model_type == "mistral" else window_of(config)
+    layer_types = set(getattr(config, "layer_types", None) or ())
     if config.model_type not in LONG_CONTEXT_FAMILIES:
         return f"model type {config.model_type} (covered: {', '.join(LONG_CONTEXT_FAMILIES)})"
     if config.hidden_act not in ("silu", "swish"):
         return f"activation {config.hidden_act}"
     if trains and getattr(config, "attention_dropout", 0.0):
         return f"attention dropout ({config.attention_dropout:g})"
+    if others := sorted(layer_types - {"full_attention", "sliding_attention"}):
+        return f"layers of type {others[0]}"
+    if window is None and "sliding_attention" in layer_types:
+        return "sliding_attention layers without a sliding_window"
     if window is not None and n_tokens > window:
         return f"a sliding window of {window:,} tokens on a branch of {n_tokens:,}"
+    return None
+
+
+def _adapter_problem(model: nn.Module, decoder: nn.Module) -> tuple[str, str] | None:
+    """What of the model's peft adapters the walk would compute otherwise, and what to do; None: nothing.
+
+    The walk reads a peft layer's base layer, and beside it the LoRA matrices of the decoder's linears. So that is all
+    there may be: adapters in effect are LoRA, on these linears and without a variant's own forward. Wrappers of
+    `modules_to_save` and `trainable_token_indices` show the weights in effect as their own.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        if config.peft_type != "LORA":
+            return f"adapters of type {config.peft_type.value}", PLAIN_LORA_FIX
+    linears: dict[Any, str] = {module: name for name, module in layer_linears(decoder)}
+    tuners = [(module, name) for module, name in linears.items() if isinstance(module, BaseTunerLayer)]
+    others = [(model, "")]
+    while others:
+        module, name = others.pop()
+        if isinstance(module, BaseTunerLayer):
+            tuners.append((module, name))
+        elif not isinstance(module, AuxiliaryTrainingWrapper):
+            others += [(child, part) for part, child in module.named_children() if child not in linears]
+    for module, name in tuners:
+        if module.merged and module.disable_adapters:
+            return f"a disabled adapter that is still merged into {name}", "call unmerge_adapter()"
+        for adapter in adapters_in_effect(module):
+            if module not in linears:
+                return f"an adapter on {name}", PLAIN_LORA_FIX
+            if problem := _lora_problem(module, adapter):
+                return f"{problem} on {name}", PLAIN_LORA_FIX
+    return None
+
+
+def _lora_problem(module: Any, adapter: str) -> str | None:
+    """What a peft layer on a linear does beside adding B A x, scaled; None: nothing."""
+    if not isinstance(module, LoraLayer) or type(module).__name__ not in PLAIN_LORA:
+        return f"a peft layer {type(module).__qualname__}"
+    if adapter in module.lora_variant:
+        return type(module.lora_variant[adapter]).__name__
+    if module.base_layer is not module.get_base_layer():
+        return "several peft layers"
     return None
 
 
@@ -52,23 +106,21 @@ def check_model(model: nn.Module, n_tokens: int) -> None:
     """UserError unless the walk computes exactly what this model would, for branches of n_tokens."""
     decoder, head = split_head(model)
     problem = uncovered(decoder.config, n_tokens, trains=decoder.training)
-    if problem is None and (getattr(head, "bias", None) is not None or hasattr(head, "lora_A")):
-        problem = "a bias or an adapter on the LM head"
-    if problem is not None:
-        raise UserError(
-            f"the long-context engine does not cover {problem}", where="model.engine", fix='set it to "plain" or "auto"'
-        )
+    if problem is None and getattr(head, "bias", None) is not None:
+        problem = "a bias on the LM head"
+    found = (problem, 'set it to "plain" or "auto"') if problem else _adapter_problem(model, decoder)
+    if found is not None:
+        raise UserError(f"the long-context engine does not cover {found[0]}", where="model.engine", fix=found[1])
 
 
-def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    outside = [name for name, _ in trained if "lora_A" not in name and "lora_B" not in name]
-    if outside:
+def _check_trained(model: nn.Module) -> None:
+    """UserError when anything but LoRA matrices is trained."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if outside := [name for name in trained if "lora_A" not in name and "lora_B" not in name]:
         raise UserError(
             f"the long-context engine trains LoRA matrices only, not {outside[0]} ({len(outside)} such)",
             fix='freeze it, or set model.engine to "plain"',
         )
-    return [p for _, p in trained]
 
 
 def packs(lengths: dict[int, int], pack_tokens: int) -> list[list[int]]:
@@ -160,22 +212,27 @@ class LongContextScorer:
         keep=False: nothing is kept for backward, which runs the forward pass again.
         """
         layout, device = sequence.layout, sequence.input_ids_T.device
+        decoder = split_head(model)[0]
         check_model(model, max(s.first_position + s.stop - s.start for s in layout.segments))
-        if not layout.is_one_row and depends_on_length(split_head(model)[0]):
+        if not layout.is_one_row and depends_on_length(decoder):
             raise UserError(
                 "rotary embeddings that depend on the length allow one branch at a time", fix='use plan "auto"'
             )
-        parameters = _trained_parameters(model) if torch.is_grad_enabled() else []
+        used = {}
+        if torch.is_grad_enabled():
+            _check_trained(model)
+            used = used_tensors(decoder)
         backend = self.choose_backend(model, layout.n_tokens, device)
         plan_for = self._plan_for if layout.is_one_row else self._packed_plan_for
         walk = Walk(
             model, sequence, plan_for(layout.n_tokens), block_backends(backend, self.probe_s),
             lambda: self._free_pool(device), chunk_positions=self._chunk_positions, gap_tokens=self._gap_tokens,
         )  # fmt: skip
-        if not parameters:
+        trained = [one.tensor for of_module in used.values() for one in of_module if one.trained]
+        if not trained:
             with torch.no_grad():
                 return walk.forward(keep=False)
-        return WalkFunction.apply(walk, keep, *parameters)  # type: ignore[return-value]
+        return WalkFunction.apply(walk, keep, used, *trained)  # type: ignore[return-value]
 
     def __call__(
         self, model: nn.Module, input_ids_BT: Tensor, attention_mask_BT: Tensor, rows_P: Tensor, positions_P: Tensor
