@@ -54,7 +54,8 @@ def test_summed_gradient_of_the_ranks_is_the_gradient(
 ) -> None:
     """Against plain autograd through the loss of both branches at once (measured: 1.2e-16 relative)."""
     assert spec.pairs is not None
-    branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")[:4]
+    branches = BranchTable(spec.branches)
+    pairs = read_pairs(spec.pairs, "train", branches)[:4]
     model = start_model(spec)
     loss = torch.zeros((), dtype=torch.float64)
     for pair in pairs:

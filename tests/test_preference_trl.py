@@ -85,7 +85,8 @@ def trl_collator(branches: BranchTable, pairs: list[Any]) -> Any:
 def test_twenty_steps_equal_trl_cpo_trainer(spec: TrainSpec, tmp_path: Path) -> None:
     """The same pairs in the same order through TRL, padded together there, apart here (measured: 1.1e-16)."""
     assert spec.pairs is not None
-    branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")
+    branches = BranchTable(spec.branches)
+    pairs = read_pairs(spec.pairs, "train", branches)
     model = start_model(spec)
     trainer = CPOTrainer(
         model=model,
@@ -128,7 +129,8 @@ def test_twenty_steps_equal_trl_dpo_trainer(spec: TrainSpec, tmp_path: Path) -> 
     assert spec.pairs is not None
     run = fresh_start(spec.model_copy(update={"simpo": dpo_config()}), tmp_path / "start")
     adapter, report = train_here(run, tmp_path / "ours")
-    branches, pairs = BranchTable(spec.branches), read_pairs(spec.pairs, "train")
+    branches = BranchTable(spec.branches)
+    pairs = read_pairs(spec.pairs, "train", branches)
 
     def collate_pairs(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         sides = [branches[getattr(pairs[row["pair"]], side)] for side in ("chosen", "rejected") for row in rows]
