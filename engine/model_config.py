@@ -7,7 +7,7 @@ shape that does not match in the first forward pass, or in numbers that are no m
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,13 +18,15 @@ ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "longrope", "llama3
 
 _ATTENTION_TYPES: Final = ("full_attention", "sliding_attention")
 
+_ROPE_LISTS: Final = ("short_factor", "long_factor")
+_ROPE_OPTIONS: Final = ("attention_factor", "beta_fast", "beta_slow")
 _ROPE_NUMBERS: Final = (
     "factor",
     "low_freq_factor",
     "high_freq_factor",
     "original_max_position_embeddings",
-    "short_factor",
-    "long_factor",
+    *_ROPE_LISTS,
+    *_ROPE_OPTIONS,
 )
 
 
@@ -47,7 +49,8 @@ def config_problem(config: Any) -> str | None:
         return f"an odd head_dim ({head_size}), whose features rotary embeddings cannot turn in pairs"
     if config.model_type not in SAME_IN_ALL_LAYERS and (problem := _layer_problem(config)):
         return problem
-    return _rope_problem(getattr(config, "rope_parameters", None) or {}, head_size)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope_problem(rope) or _length_problem(rope, head_size)
 
 
 def _layer_problem(config: Any) -> str | None:
@@ -61,32 +64,37 @@ def _layer_problem(config: Any) -> str | None:
     return None
 
 
-def _rope_problem(rope: Mapping[str, Any], head_size: int) -> str | None:
-    """`rope`: transformers' rope_parameters, which take in rope_scaling, rope_theta and partial_rotary_factor."""
-    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
-        return f"rotary embeddings of their own for {nested[0]}"
-    kind = rope.get("rope_type", "default")
+def rope_problem(rope: Mapping[str, Any]) -> str | None:
+    """`rope`: rope_scaling as a config.json has it, or transformers' rope_parameters, which take in all of its kind."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
         return f"rotary embeddings of rope_type {json.dumps(kind):.40} (known: {', '.join(ROPE_TYPES)})"
     for key in ("rope_theta", *_ROPE_NUMBERS * (kind != "default")):
-        if key not in rope or (kind == "longrope" and key == "factor" and rope[key] is None):
+        may_be_null = key in _ROPE_OPTIONS or (kind == "longrope" and key == "factor")
+        if key not in rope or (may_be_null and rope[key] is None):
             continue
-        value = rope[key]
-        numbers = value if key in ("short_factor", "long_factor") else [value]
+        numbers = rope[key] if key in _ROPE_LISTS else [rope[key]]
         if not isinstance(numbers, list) or not all(map(_is_positive, numbers)):
-            return f"rotary embeddings whose {key} is {json.dumps(value):.40}, where positive numbers belong"
-        if numbers is value and len(value) != head_size // 2:
-            return f"rotary embeddings whose {key} has {len(value)} numbers for the {head_size // 2} of a head"
+            return f"rotary embeddings whose {key} is {json.dumps(rope[key]):.40}, where positive numbers belong"
     share = rope.get("partial_rotary_factor", 1)
     if kind not in ("default", "proportional") and share != 1:
         return (
             f"rotary embeddings whose partial_rotary_factor is {json.dumps(share):.40}, which these families leave at 1"
         )
+    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+        return f"rotary embeddings of their own for {nested[0]}"
+    return None
+
+
+def _length_problem(rope: Mapping[str, Any], head_size: int) -> str | None:
+    for key in _ROPE_LISTS:
+        if rope.get("rope_type") == "longrope" and len(rope[key]) != head_size // 2:
+            return f"rotary embeddings whose {key} has {len(rope[key])} numbers for the {head_size // 2} of a head"
     return None
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def stored_format(config: Any) -> str:

@@ -1,6 +1,7 @@
 """The shape of a model: what its config.json says about sizes, checked before anything is computed from it."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from pydantic_core import PydanticCustomError
 
 from engine.budget import LONG_CONTEXT_FAMILIES, window_of
-from engine.model_config import config_problem
+from engine.model_config import config_problem, rope_problem
 from schemas.errors import UserError
 
 SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -147,7 +148,7 @@ def _reason(error: Exception) -> str:
 
 def _not_given(problem: str, raw: Mapping[str, Any]) -> str:
     """Which fields that a problem names are not in the file."""
-    absent = [name for name in ModelShape.model_fields if name in problem and raw.get(name) is None]
+    absent = [name for name in ModelShape.model_fields if re.search(rf"\b{name}\b", problem) and raw.get(name) is None]
     return f"; the file has no {' and no '.join(absent)}: that is the family's default" if absent else ""
 
 
@@ -173,16 +174,17 @@ def read_shape(model: str) -> tuple[str, ModelShape]:
             f"no readable model config ({reason})", where=path, fix=f"--model takes a folder, or {known}"
         ) from error
     try:
-        ModelShape.model_validate_json(text)  # first: a wrong type is told by field
+        given = ModelShape.model_validate_json(text)  # first: a wrong type is told by field
         raw = json.loads(text)
-        shape = _with_defaults(raw)
+        problem = rope_problem(given.rope_scaling or given.rope_parameters or {})
+        shape = given if problem else _with_defaults(raw)
     except ValidationError as error:
-        problem = error.errors()[0]
-        keys = [*map(str, problem["loc"]), problem["msg"]]
-        fix = OTHER_FAMILY if problem["type"] == "other_family" else FIX
+        first = error.errors()[0]
+        keys = [*map(str, first["loc"]), first["msg"]]
+        fix = OTHER_FAMILY if first["type"] == "other_family" else FIX
         raise UserError(": ".join(keys), where=path, fix=fix) from error
     except Exception as error:  # transformers has no base of its own for what it finds wrong
         raise UserError(f"transformers does not take it: {_reason(error)}", where=path, fix=FIX) from error
-    if problem := config_problem(shape):
+    if problem := problem or config_problem(shape):
         raise UserError(f"no model can be trained with {problem}{_not_given(problem, raw)}", where=path, fix=FIX)
     return name, shape

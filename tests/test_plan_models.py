@@ -97,6 +97,14 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
         (rope("linear", factor="x"), 'whose factor is "x"'),
         (rope("linear", factor=None), "whose factor is null"),
         (rope("linear", factor=True), "whose factor is true"),
+        (rope("linear", factor=float("inf")), "whose factor is Infinity"),
+        (rope("linear", factor=10**400), "whose factor is 1000"),
+        (rope("yarn", attention_factor=-1), "whose attention_factor is -1"),
+        (
+            rope("llama3", **LLAMA3 | {"original_max_position_embeddings": "x"}),
+            'original_max_position_embeddings is "x"',
+        ),
+        (QWEN3 | {"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "of their own for full_attention"),
         (rope("llama3", **LLAMA3 | {"low_freq_factor": 0}), "whose low_freq_factor is 0"),
         (rope("longrope", **LONGROPE | {"long_factor": [1.0] * 63}), "whose long_factor has 63 numbers for the 64"),
         (rope("longrope", **LONGROPE | {"long_factor": [0.0] * 64}), "whose long_factor is [0.0, 0.0"),
@@ -126,6 +134,7 @@ def test_a_model_that_cannot_be_planned_is_one_line(tmp_path: Path, config: obje
     (line,) = err.splitlines()
     assert all(part in line for part in expected.split(".*"))
     assert "came with the model" not in line
+    assert "file has no max_position" not in line
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,7 @@ def test_a_model_that_cannot_be_planned_is_one_line(tmp_path: Path, config: obje
     [
         rope("linear"),
         rope("dynamic"),
-        rope("yarn"),
+        rope("yarn", attention_factor=None),
         rope("llama3", **LLAMA3),
         rope("longrope", **LONGROPE | {"factor": None}),
         QWEN3 | {"rope_scaling": {"type": "default", "factor": None}},
