@@ -164,8 +164,17 @@ def test_adapter_that_is_no_number_any_more_is_never_a_checkpoint(spec: TrainSpe
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[1]", '{"good-1": ["a"]}', '{"good-1": 5', "{}", '{"good-1": [0.1]}', '{"good-1": [0.1, NaN]}']
-    + ['{"good-2": [0.1, -2.0]}', '{"good-1": [0.1, -2.0], "good-2": [0.1]}'],
+    [
+        "",
+        "[1]",
+        '{"good-1": ["a"]}',
+        '{"good-1": 5',
+        "{}",
+        '{"good-1": [0.1]}',
+        '{"good-1": [0.1, NaN]}',
+        '{"good-2": [0.1, -2.0]}',
+        '{"good-1": [0.1, -2.0], "good-2": [0.1]}',
+    ],
 )
 def test_damaged_scores_of_the_start_are_computed_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "start_logprobs.json"
