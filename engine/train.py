@@ -173,6 +173,7 @@ def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport 
     import transformers
 
     from engine.collectives import check_devices, group_of, leave
+    from engine.inputs import verify_inputs
     from engine.loading import pick_device
     from engine.monitor import device_uuid, gpu_uses, load_nvml, monitor_of
     from engine.scorers import hold_device
@@ -180,6 +181,7 @@ def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport 
     transformers.logging.set_verbosity_error()  # it warns that ranks exist which its Trainer is not told of
     transformers.logging.disable_progress_bar()
     _lock(out, launch.rank, stop)
+    verify_inputs(spec)
     group = group_of(launch, pick_device())  # a stage loads its model first and joins the others then
     check_devices(group, device_uuid(group.device) if group.device.type == "cuda" else None)
     hold_device(spec.base, group.device)
