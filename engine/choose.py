@@ -44,6 +44,7 @@ BULK_OFFLOAD_TOKENS = 32_768  # from here on a layer computes long enough to hid
 BULK_OFFLOAD_STRIDE = 3
 DEVICE_WORTH = 0.8  # of the operations computed again: what keeping inputs and attention on the device is to bring
 ALLOCATOR_SHARE = 0.97  # of the device memory allowed; the rest is for what the allocator cannot use (measured: 1.5 %)
+SEARCHED_TOKENS = 2**24  # longer branches are not looked for
 LENGTH_STEP_TOKENS = 1024  # `longest_branch` answers in multiples of this
 
 
@@ -237,9 +238,23 @@ def _exists(config: Mapping[str, Any], n_tokens: int, setup: Setup, budget: Budg
 def longest_branch(config: Mapping[str, Any], setup: Setup, *, device_bytes: int, host_bytes: int) -> int:
     """The longest branch in tokens (a multiple of 1,024) that some plan fits; 0 when none does."""
     budget, limit = Budget(int(device_bytes * ALLOCATOR_SHARE), host_bytes), 1
-    while limit < 2**14 and _exists(config, limit * LENGTH_STEP_TOKENS, setup, budget):
+    while limit < SEARCHED_TOKENS // LENGTH_STEP_TOKENS and _exists(config, limit * LENGTH_STEP_TOKENS, setup, budget):
         limit *= 2
     return LENGTH_STEP_TOKENS * _most(limit, lambda n: n == 0 or _exists(config, n * LENGTH_STEP_TOKENS, setup, budget))
+
+
+def _longest_text(config: Mapping[str, Any], setup: Setup, longest_tokens: int) -> str:
+    if longest_tokens:
+        at_least = "at least " if longest_tokens >= SEARCHED_TOKENS else ""
+        return f"the longest that fits is {at_least}{longest_tokens:,} tokens"
+    smallest = sized_plans(config, LENGTH_STEP_TOKENS, "layer_offload")[-1]
+    ledger = predict(config, LENGTH_STEP_TOKENS, smallest, setup)
+    needed_gib = ledger.peak_device_bytes / ALLOCATOR_SHARE / GIB
+    static_gib = ledger.device_bytes_of("static") / GIB
+    return (
+        f"{LENGTH_STEP_TOKENS:,} tokens take {needed_gib:.3g} GiB on the device, {static_gib:.3g} of it for weights and "
+        f"optimiser, and {ledger.host_bytes / GIB:.2g} on the host"
+    )
 
 
 def choose_plan(
@@ -251,9 +266,9 @@ def choose_plan(
     if plan is None:
         longest = longest_branch(config, setup, device_bytes=device_bytes, host_bytes=host_bytes)
         raise UserError(
-            f"a branch of {n_tokens:,} tokens does not fit {device_bytes / GIB:.1f} GiB on the device and "
-            f"{host_bytes / GIB:.1f} GiB on the host",
-            fix=f"the longest that fits is {longest:,} tokens",
+            f"a branch of {n_tokens:,} tokens does not fit {device_bytes / GIB:.3g} GiB on the device and "
+            f"{host_bytes / GIB:.3g} GiB on the host",
+            fix=_longest_text(config, setup, longest),
         )
     plan = _filled(config, n_tokens, plan, setup, budget)
     return plan, predict(config, n_tokens, plan, setup)

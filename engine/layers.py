@@ -21,6 +21,7 @@ from engine.attention import AttentionBackend, fastest, probe_backends
 from engine.block_attention import block_backends
 from engine.budget import LONG_CONTEXT_FAMILIES, window_of
 from engine.linears import compute_dtype
+from engine.model_config import config_problem, stored_format
 from engine.offload import HostPool, numbered
 from engine.plan import MemoryPlan
 from engine.rope import depends_on_length
@@ -43,19 +44,17 @@ def uncovered(config: Any, n_tokens: int, *, trains: bool) -> str | None:
     Args:
         n_tokens: of the longest branch.
     """
-    # transformers' Mistral attends within its window whatever its layer_types say
-    window = config.sliding_window if config.model_type == "mistral" else window_of(config)
-    layer_types = set(getattr(config, "layer_types", None) or ())
+    window = window_of(config)
     if config.model_type not in LONG_CONTEXT_FAMILIES:
         return f"model type {config.model_type} (covered: {', '.join(LONG_CONTEXT_FAMILIES)})"
     if config.hidden_act not in ("silu", "swish"):
         return f"activation {config.hidden_act}"
     if trains and getattr(config, "attention_dropout", 0.0):
         return f"attention dropout ({config.attention_dropout:g})"
-    if others := sorted(layer_types - {"full_attention", "sliding_attention"}):
-        return f"layers of type {others[0]}"
-    if window is None and "sliding_attention" in layer_types:
-        return "sliding_attention layers without a sliding_window"
+    if problem := config_problem(config):
+        return problem
+    if (stored := stored_format(config)) not in ("none", "nf4", "int8"):
+        return f"weights stored quantised by {stored}"
     if window is not None and n_tokens > window:
         return f"a sliding window of {window:,} tokens on a branch of {n_tokens:,}"
     return None

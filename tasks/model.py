@@ -11,6 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import chat_template_utils
 
 from artifacts.store import Store
+from engine.model_config import config_problem
 from engine.model_folder import AGAIN, count_safetensors, read_json, reading, weight_files
 from schemas.config import ModelConfig
 from schemas.errors import StageError, UserError
@@ -124,6 +125,10 @@ def _folder(config: ModelConfig, store: Store) -> ModelReady:
     raw_config = read_json(folder / "config.json")
     with reading("config.json describes no usable model", folder, "compare it with the one that was published"):
         text_config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        problem = config_problem(text_config)
+    if problem is not None:
+        fix = "compare it with the one that was published"
+        raise UserError(f"no engine computes {problem}", where=folder / "config.json", fix=fix)
     weights = weight_files(folder, raw_config)
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError("a model folder without a tokenizer", where=folder, fix=f"expected {' or '.join(_TOKENIZERS)}")

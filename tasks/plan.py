@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from engine.budget import memory_setup, rope_by_length
-from engine.choose import choose_plan, longest_branch
+from engine.choose import SEARCHED_TOKENS, choose_plan, longest_branch
 from engine.cost import cost_model
 from engine.deal import PairCost, deal
 from engine.memory import GIB, Ledger, Setup
@@ -26,7 +26,6 @@ HOST_GIB: Final = 64.0
 SCORED_TOKENS: Final = 4096
 """Planned for where the command line does not say how many, of a branch that is long enough."""
 
-SEARCHED_TOKENS: Final = 2**24
 """Where the search for the longest branch ends."""
 
 MAX_DEALT_PAIRS: Final = 128

@@ -250,7 +250,8 @@ def test_a_mask_of_another_shape_is_refused() -> None:
     ("architecture", "overrides", "what"),
     [
         ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-        ("llama", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ("llama", {"layer_types": ["chunked_attention"] * 2}, None),  # transformers' Llama does not look at them
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "without a sliding_window"),
         # transformers' Mistral has its window whatever layer_types say
         ("mistral", {"layer_types": ["full_attention"] * 2, "sliding_window": 8}, "window of 8"),

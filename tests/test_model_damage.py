@@ -127,6 +127,22 @@ DAMAGED = {
     ),
     "size as text": (configured(hidden_size="wide"), r"'hidden_size' expected int, got str"),
     "no heads": (configured(num_attention_heads=0), "not a loadable model: ZeroDivisionError"),
+    "no heads and no size of one": (
+        configured(num_attention_heads=0, head_dim=None, model_type="llama"),
+        "no usable model: ZeroDivisionError",
+    ),
+    "linear layers": (
+        configured(layer_types=["full_attention", "linear_attention"]),
+        r"config\.json: no engine computes layer_types of linear_attention",
+    ),
+    "no window": (
+        configured(layer_types=["full_attention", "sliding_attention"]),
+        "no engine computes layer_types of sliding_attention without a sliding_window",
+    ),
+    "turned backwards": (
+        configured(rope_scaling={"rope_type": "linear", "factor": -2.0}),
+        r"no engine computes rotary embeddings whose factor is -2\.0",
+    ),
     "negative size": (configured(hidden_size=-1), "not a loadable model: .*negative dimension"),
     "unknown activation": (configured(hidden_act="nope"), "not a loadable model: KeyError: 'nope'"),
     "unknown architecture": (configured(model_type="nope"), "has model type `nope`"),

@@ -12,12 +12,13 @@ from commands import DEMO, invoke
 from conftest import REPOSITORY
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.choose import SEARCHED_TOKENS
 from engine.memory import GIB
 from engine.tiny import n_parameters, tiny_qwen3_config
 from schemas.errors import UserError
 from schemas.load import load_config
 from tasks.model_shape import SHAPES
-from tasks.plan import MAX_DEALT_PAIRS, SEARCHED_TOKENS, PlanReport, plan_memory, plan_request
+from tasks.plan import MAX_DEALT_PAIRS, PlanReport, plan_memory, plan_request
 from tasks.tokenizer import VOCAB_SIZE
 
 TWO_GPUS = REPOSITORY / "configs" / "qwen3-8b-2x24g.toml"
@@ -148,7 +149,7 @@ def test_more_pairs_than_can_be_dealt_are_said() -> None:
         ("--host-gib inf", "--host-gib: input should be a finite number"),
         ("--host-gib 1e308", "--host-gib: input should be less than or equal to 65536"),
         ("--set model.gpu_gib=1e308", "model.gpu_gib: input should be less than or equal to 4096"),
-        ("--set model.gpu_gib=5", "does not fit 5.0 GiB on the device"),
+        ("--set model.gpu_gib=5", "does not fit 5 GiB on the device"),
         ("--gpus 100000000", "--gpus': Input should be less than or equal to 64"),
         ("--tokens 4096 --gpu-gib 0.001", "does not fit"),
         ("--tokens 99999999999", "--tokens: whole numbers go up to 2147483647"),

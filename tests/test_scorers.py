@@ -210,13 +210,14 @@ def test_no_shared_pass_where_a_tokens_embedding_depends_on_what_stands_behind_i
 def test_over_budget_is_refused_before_the_model_is_loaded(
     spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a budget of 3 MiB: the longest branch does not fit, and the longest that would is named."""
+    """With a budget of 3 MiB nothing fits, and what a short branch would take is named."""
     branches = BranchTable(spec.branches)
     run = with_engine(spec, "long_context")
     small = Budget(device_bytes=3 * 2**20, host_bytes=GIB)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(
-        UserError, match=r"a branch of \d+ tokens does not fit 0.0 GiB .* longest that fits is 0 tokens"
+        UserError,
+        match=r"a branch of \d+ tokens does not fit 0.00293 GiB .*\(1,024 tokens take 0.\d+ GiB on the device",
     ):
         open_engine(run, branches, ["good-3"], Group(), optimizer=OPTIMIZER, accumulating=True, budget=small)
     large = Budget(device_bytes=GIB, host_bytes=GIB)
