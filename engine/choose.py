@@ -252,8 +252,8 @@ def _longest_text(config: Mapping[str, Any], setup: Setup, longest_tokens: int) 
     needed_gib = ledger.peak_device_bytes / ALLOCATOR_SHARE / GIB
     static_gib = ledger.device_bytes_of("static") / GIB
     return (
-        f"{LENGTH_STEP_TOKENS:,} tokens take {needed_gib:.3g} GiB on the device, {static_gib:.3g} of it for weights and "
-        f"optimiser, and {ledger.host_bytes / GIB:.2g} on the host"
+        f"{LENGTH_STEP_TOKENS:,} tokens take {needed_gib:.3g} GiB on the device, {static_gib:.3g} of it for weights "
+        f"and optimiser, and {ledger.host_bytes / GIB:.2g} on the host"
     )
 
 
