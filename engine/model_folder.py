@@ -52,6 +52,19 @@ def reading(problem: str, where: object, fix: str = "") -> Iterator[None]:
         raise UserError(f"{problem}: {cause(error)}", where=where, fix=fix) from error
 
 
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without its warnings: what is wrong is said in one line."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 

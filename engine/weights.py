@@ -6,30 +6,16 @@ log. Here they are errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
 
-from engine.model_folder import AGAIN, is_quantized, read_json, reading
+from engine.model_folder import AGAIN, is_quantized, quiet_transformers, read_json, reading
 from schemas.errors import UserError
 
 _OTHER_CONFIG = "give the config.json that belongs to these weights"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No table of what did not fit: that is said in one line."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def check_folder(folder: Path) -> None:
@@ -41,7 +27,7 @@ def check_folder(folder: Path) -> None:
     """
     if (folder / "config.json").is_file() and is_quantized(read_json(folder / "config.json")):
         return
-    with _quiet(), reading("not a loadable model", folder, AGAIN):
+    with quiet_transformers(), reading("not a loadable model", folder, AGAIN):  # no table of what did not fit
         answer: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             local_files_only=True,

@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -12,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.budget import LONG_CONTEXT_FAMILIES, window_of
 from engine.model_config import config_problem, rope_problem
+from engine.model_folder import quiet_transformers
 from schemas.errors import UserError
 
 SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -116,24 +116,11 @@ class ModelShape(BaseModel):
         return str(rope.get("rope_type", rope.get("type", "default")))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers warns of what is refused here in one line."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
 def _with_defaults(raw: dict[str, Any]) -> ModelShape:
     """What transformers makes of a config.json: families differ in what a field that is not given means."""
     from transformers import AutoConfig
 
-    with _quiet():
+    with quiet_transformers():  # it warns of what is refused here in one line
         config = AutoConfig.for_model(**raw)
     return ModelShape.model_validate_json(config.to_json_string(use_diff=False))
 
