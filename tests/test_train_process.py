@@ -159,6 +159,21 @@ def test_first_ctrl_c_saves_and_the_second_ends() -> None:
     assert ended.stderr.endswith("KeyboardInterrupt\n")
 
 
+def test_an_input_that_was_altered_since_the_spec_was_written_is_one_line(tmp_path: Path) -> None:
+    spec = simpo_spec(tmp_path / "inputs", CONFIG, n_pairs=3, n_heldout=0)
+    assert spec.pairs is not None
+    path = prepare(tmp_path / "run", spec)
+    with Path(spec.pairs.path).open("ab") as file:
+        file.write(b"\0" * 8)
+    command = [sys.executable, "-m", "engine.train", str(path)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"error: {spec.pairs.path}: altered since the spec was written (put back the pairs that the spec names, or "
+        "start again from the stage before)\n"
+    )
+
+
 def test_an_error_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(KeyError), train.ErrorRecord(tmp_path / "error-rank0.json"):
         raise KeyError("x")
