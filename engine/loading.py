@@ -182,7 +182,7 @@ def adapter_config(folder: Path) -> LoraConfig:
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise UserError("the file is missing", where=path, fix=_RETRAIN)
-    with reading("the file is damaged", path, _RETRAIN):
+    with reading("it describes no adapter that can be used", path, _RETRAIN):
         stored = json.loads(path.read_bytes())
         if stored["peft_type"] != "LORA" or not isinstance(stored["target_modules"], list):
             raise ValueError("not that of a LoRA on named layers")
@@ -216,7 +216,8 @@ def _compare_shapes(weights: Path, stored: dict[str, list[int]], expected: dict[
     """peft keeps random values where a tensor is missing, and passes over one that it has no place for."""
     if missing := sorted(expected.keys() - stored.keys()):
         raise UserError(f"the adapter lacks {counted(missing)}", where=weights, fix=_RETRAIN)
-    if unexpected := sorted(stored.keys() - expected.keys()):
+    # beside an adapter of the head or the embeddings peft stores the layer's own weight, which is the base model's
+    if unexpected := sorted(name for name in stored.keys() - expected.keys() if ".base_layer." not in name):
         raise UserError(f"the model has no place for {counted(unexpected)}", where=weights, fix=_RETRAIN)
     if different := sorted(name for name in expected if stored[name] != expected[name]):
         first = different[0]

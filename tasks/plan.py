@@ -26,8 +26,6 @@ HOST_GIB: Final = 64.0
 SCORED_TOKENS: Final = 4096
 """Planned for where the command line does not say how many, of a branch that is long enough."""
 
-"""Where the search for the longest branch ends."""
-
 MAX_DEALT_PAIRS: Final = 128
 """Of a step: all pairs of a plan are equal, so that more would be dealt in the same way again."""
 
