@@ -26,7 +26,7 @@ What a length costs that is new to all caches, with the kernel that builds a gra
         4096@23.5,steps=8,shorter=64,attention=cudnn 4096@23.5,steps=8,shorter=64 8192@23.5,steps=8 \
         8192@23.5,steps=8,attention=flash 8192@23.5,steps=8,shorter=64,attention=cudnn \
         8192@23.5,steps=8,shorter=64,attention=flash 16384@23.5,steps=8,shorter=64 \
-        16384@23.5,steps=8,shorter=64,attention=flash 2048@23.5,steps=8 1024@23.5,steps=8 \
+        16384@23.5,steps=8,shorter=64,attention=flash \
         --host-gib 24 --deadline-s 200 --commit COMMIT
 
 A case is TOKENS@GIB with options (`benchmarks.engine_case.Case`): the branch's length and the device memory allowed,
