@@ -20,7 +20,7 @@ And where time is left, what fills the curve and stands beside it:
         --host-gib 110 --deadline-s 560 --commit COMMIT
 
 What a length costs that is new to all caches, with the kernel that builds a graph for it and with one that does not
-(run J had nothing but these on its card, and others' work on the host):
+(of run L, when cuDNN was the engine's own choice at every length, were those of 4,096 and 8,192):
 
     python -m benchmarks.engine_longcontext out/lengths.jsonl 4096@23.5,steps=8,attention=cudnn 4096@23.5,steps=8 \
         4096@23.5,steps=8,shorter=64,attention=cudnn 4096@23.5,steps=8,shorter=64 8192@23.5,steps=8 \
