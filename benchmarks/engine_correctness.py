@@ -5,7 +5,7 @@
 1. every attention backend against plain attention in float64;
 2. a small float32 model: the whole walk, with its GPU kernels, against the oracle;
 3. Qwen3-8B's shape on NF4: scores and LoRA gradients of the engine, and of transformers + peft in bfloat16, both
-   against the same weights dequantised to float32.
+   against the same weights dequantised to float32, and against those led through the layer inputs of either one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import layer_inputs
 from benchmarks.engine_common import append_result, config_dict, machine, random_branch, random_nf4_model, with_lora
 from engine import reference
 from engine.attention import BACKENDS
@@ -144,15 +145,28 @@ def main() -> None:
     config = config_dict(arguments.layers)
     model = random_nf4_model(config, residual_std=arguments.residual_std)
     branch = random_branch(arguments.tokens, arguments.scored, config["vocab_size"], 0, "cuda")
-    walked = run(model, walk_scorer(arguments.layers, 1024, 4), branch)
-    plain = run(model, token_logprobs, branch)
+    with layer_inputs.of_walk() as walk_inputs:
+        walked = run(model, walk_scorer(arguments.layers, 1024, 4), branch)
+    with layer_inputs.of_modules(model) as plain_inputs:
+        plain = run(model, token_logprobs, branch)
     to_float32(model)
     gc.collect()
     want = run(model, token_logprobs, branch)
+    with layer_inputs.led_through(model, walk_inputs):
+        want_at_walk = run(model, token_logprobs, branch)
+    with layer_inputs.led_through(model, plain_inputs):
+        want_at_plain = run(model, token_logprobs, branch)
     facts = {"tokens": arguments.tokens, "scored": int(branch[3].numel()), "layers": arguments.layers}
     facts |= {"residual_std": arguments.residual_std}
-    append_result(arguments.out, {"what": "engine_vs_float32", **facts, **compare(walked, want)})
-    append_result(arguments.out, {"what": "plain_bfloat16_vs_float32", **facts, **compare(plain, want)})
+    for what, got, exact in (
+        ("engine_vs_float32", walked, want),
+        ("plain_bfloat16_vs_float32", plain, want),
+        ("engine_vs_float32_through_its_layer_inputs", walked, want_at_walk),
+        ("plain_bfloat16_vs_float32_through_its_layer_inputs", plain, want_at_plain),
+        ("float32_through_layer_inputs_of_engine_vs_float32", want_at_walk, want),
+        ("engine_vs_plain_bfloat16", walked, plain),
+    ):
+        append_result(arguments.out, {"what": what, **facts, **compare(got, exact)})
 
 
 if __name__ == "__main__":
