@@ -66,6 +66,6 @@ CASES: dict[str, Case] = {
     "unsloth-sft": Case(log_uniform(4, 1024, 4096), 1, stage="sft", base={"backend": "unsloth"}),
     "unsloth-pairs": Case(log_uniform(4, 1024, 4096), simpo={"plan": "parallel"}, base={"backend": "unsloth"}),
     "shared-prefix": Case([(81_851, 81_851)] * 3, 1, simpo={"plan": "shared_prefix"}, host_gib=56, n_shared=77_755),
-    "one-branch": Case([(81_851, 81_851)] * 4, 1, stage="sft", host_gib=56),
+    "one-branch": Case([(81_851, 81_851)] * 3, 1, stage="sft", host_gib=56),
     "whole-again": Case([(81_851, 81_851)] * 2, 1, simpo={"plan": "sequential"}, host_gib=56, n_shared=77_755),
 }
