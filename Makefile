@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 demo: setup            ## the whole pipeline on sample runs, on the CPU, with a tiny model made on the spot
 	$(BIN)/traceforge demo
 
-test: setup            ## all tests, of which some only wait: three at a time on two cores; ARGS are pytest's
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: setup            ## all tests, of which some only wait: four at a time on two cores; ARGS are pytest's
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: setup           ## lint, format and types
 	$(BIN)/ruff check .
