@@ -15,7 +15,6 @@ from torch import Tensor
 from benchmarks.engine_case import Case
 from benchmarks.engine_common import N_SCORED, cap_device, median, peaks, random_branch, warm
 from engine.attention import BACKENDS, AttentionBackend
-from engine.block_attention import block_backends
 from engine.choose import choose_plan
 from engine.layers import LongContextScorer
 from engine.memory import GIB, Setup, predict
@@ -114,8 +113,7 @@ def n_last_rows(branch: tuple[Tensor, ...]) -> int:
 
 def attention_of(bench: Bench, n_tokens: int) -> str | None:
     """The kernel that the engine takes for a branch of that length."""
-    backend = bench.scorer.backend
-    return block_backends(backend, bench.scorer.probe_s).of(n_tokens, n_tokens).name if backend else None
+    return bench.scorer.backends.of(n_tokens, n_tokens).name if bench.scorer.backends else None
 
 
 def steps_of(bench: Bench, case: Case) -> Iterator[dict[str, Any]]:

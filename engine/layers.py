@@ -18,7 +18,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from engine.attention import AttentionBackend, fastest, probe_backends
-from engine.block_attention import block_backends
+from engine.block_attention import BlockBackends, block_backends
 from engine.budget import LONG_CONTEXT_FAMILIES, window_of
 from engine.linears import compute_dtype
 from engine.model_config import config_problem, stored_format
@@ -205,6 +205,11 @@ class LongContextScorer:
             self.backend = fastest(self.probe_s)
         return self.backend
 
+    @property
+    def backends(self) -> BlockBackends | None:
+        """What blocks of each size take; None until a backend is chosen."""
+        return block_backends(self.backend, self.probe_s) if self.backend else None
+
     def score(self, model: nn.Module, sequence: Sequence, *, keep: bool = True) -> Tensor:
         """logp_P in nats of the sequence's targets; UserError for models that the walk does not cover.
 
@@ -221,10 +226,11 @@ class LongContextScorer:
         if torch.is_grad_enabled():
             _check_trained(model)
             used = used_tensors(decoder)
-        backend = self.choose_backend(model, layout.n_tokens, device)
+        self.choose_backend(model, layout.n_tokens, device)
+        assert self.backends is not None
         plan_for = self._plan_for if layout.is_one_row else self._packed_plan_for
         walk = Walk(
-            model, sequence, plan_for(layout.n_tokens), block_backends(backend, self.probe_s),
+            model, sequence, plan_for(layout.n_tokens), self.backends,
             lambda: self._free_pool(device), chunk_positions=self._chunk_positions, gap_tokens=self._gap_tokens,
         )  # fmt: skip
         trained = [one.tensor for of_module in used.values() for one in of_module if one.trained]

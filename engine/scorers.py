@@ -20,7 +20,6 @@ from torch import nn
 from transformers import AutoConfig
 
 from engine.attention import BACKENDS, fastest
-from engine.block_attention import block_backends
 from engine.budget import (
     LONG_CONTEXT_FAMILIES,
     Budget,
@@ -125,8 +124,8 @@ class Engine:
 
     def attention(self, base: Any) -> str:
         """The kernels that this base model's branches take, once they are chosen."""
-        if isinstance(self.scorer, LongContextScorer) and self.scorer.backend is not None:
-            return block_backends(self.scorer.backend, self.scorer.probe_s).names
+        if isinstance(self.scorer, LongContextScorer) and self.scorer.backends:
+            return self.scorer.backends.names
         return str(base.config._attn_implementation)
 
     def settings(self, base: Any) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from engine.budget import LONG_CONTEXT_FAMILIES, window_of
 from engine.model_config import config_problem, rope_problem
 from engine.model_folder import quiet_transformers
+from schemas.base import first_problem
 from schemas.errors import UserError
 
 SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -166,10 +167,8 @@ def read_shape(model: str) -> tuple[str, ModelShape]:
         problem = rope_problem(given.rope_scaling or given.rope_parameters or {})
         shape = given if problem else _with_defaults(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        keys = [*map(str, first["loc"]), first["msg"]]
-        fix = OTHER_FAMILY if first["type"] == "other_family" else FIX
-        raise UserError(": ".join(keys), where=path, fix=fix) from error
+        fix = OTHER_FAMILY if error.errors()[0]["type"] == "other_family" else FIX
+        raise UserError(first_problem(error), where=path, fix=fix) from error
     except Exception as error:  # transformers has no base of its own for what it finds wrong
         raise UserError(f"transformers does not take it: {_reason(error)}", where=path, fix=FIX) from error
     if problem := problem or config_problem(shape):
