@@ -152,11 +152,12 @@ def _not_written(folder: Path, error: Exception) -> StageError:
 class StageTrainer(Trainer):
     """A Trainer whose first step trains, and whose failed save (a full disk) says so and leaves no torn folder.
 
-    A callback that asks to stop as training begins is obeyed; the library would train a step first.
+    A callback that asks to stop as training begins is obeyed, and a checkpoint of the last step is the end, wherever
+    in an epoch that is; the library, which looks only after a step, would train one more.
     """
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if not self.control.should_training_stop:
+        if not self.control.should_training_stop and self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:

@@ -156,6 +156,20 @@ def test_start_after_an_early_stop_trains_no_step_more(model: Ref, tmp_path: Pat
     assert all(torch.equal(again[name], adapter[name]) for name in adapter)
 
 
+def test_start_from_the_checkpoint_of_the_last_step_trains_no_step_more(model: Ref, tmp_path: Path) -> None:
+    """The last of the 6 steps is in the middle of the second epoch."""
+    branches, _ = make_tables(tmp_path, n_pairs=4, n_heldout=0)
+    config = SftConfig(epochs=1.5, tokens_per_micro_batch=16, accumulation=1, save_steps=1000)
+    spec = spec_of(model, branches, config)
+    adapter, report = train(spec, tmp_path / "out")
+    again, resumed = train(spec, tmp_path / "out")
+    assert resumed.resumed_from_step == resumed.n_steps == report.n_steps == 6
+    assert resumed.curve == report.curve
+    assert resumed.n_tokens_seen == report.n_tokens_seen
+    assert resumed.n_tokens_scored == report.n_tokens_scored
+    assert all(torch.equal(again[name], adapter[name]) for name in adapter)
+
+
 def test_equal_inputs_give_equal_bytes_in_any_folder(model: Ref, tmp_path: Path) -> None:
     branches, _ = make_tables(tmp_path, n_pairs=3, n_heldout=0)
     spec = spec_of(model, branches, CONFIG)
