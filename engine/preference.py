@@ -207,10 +207,12 @@ def _load(
     shares = walked and config.plan in ("auto", "shared_prefix")
     packed = [pairs.packed_tokens(index) for index in range(len(pairs))] if shares else []
     engine.pin_host(group.device, max((n for n in packed if n <= max_packed_tokens), default=0))
+    windows = training_windows(config, len(pairs))
     settings = trainer_settings(
         out,
         config.optimizer,
         epochs=1,  # of the Trainer's: all windows of all our epochs
+        steps_per_epoch=len(windows),
         accumulation=1,
         seed=config.seed,
         device=group.device,
@@ -220,7 +222,7 @@ def _load(
     trainer = PreferenceTrainer(
         model=model,
         pairs=pairs,
-        windows=training_windows(config, len(pairs)),
+        windows=windows,
         cost=cost,
         max_packed_tokens=max_packed_tokens,
         plan=config.plan,

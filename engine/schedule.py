@@ -1,4 +1,4 @@
-"""Which pairs make up each optimiser step, over the whole training. Imports no torch.
+"""How much of the data `epochs` are, and which pairs make up each optimiser step. Imports no torch.
 
 More pairs a step average more noise out while the model still moves fast; fewer at the end give more steps from the
 same pairs. The windows depend on the config and the number of pairs only, never on ranks, plan or what was computed.
@@ -7,10 +7,19 @@ same pairs. The windows depend on the config and the number of pairs only, never
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 
 from schemas.config import SimpoConfig
+
+
+def n_in_epochs(epochs: float, n: int) -> int:
+    """How many that is of the `n` steps or pairs of one epoch; a part of one counts as one.
+
+    Of the number as it is written: 1.1 times 50 is 55, while their product in binary is a little above that.
+    """
+    return math.ceil(Fraction(str(epochs)) * n)
 
 
 def window_size(config: SimpoConfig, progress: float) -> int:
@@ -27,7 +36,7 @@ def training_windows(config: SimpoConfig, n_pairs: int) -> list[list[int]]:
 
     A window does not cross epochs, so the last one of an epoch may be shorter; a fractional last epoch ends early.
     """
-    n_total = math.ceil(config.epochs * n_pairs)
+    n_total = n_in_epochs(config.epochs, n_pairs)
     windows: list[list[int]] = []
     for epoch in range(math.ceil(config.epochs)):
         order = np.random.default_rng([config.seed, epoch]).permutation(n_pairs).tolist()

@@ -24,6 +24,7 @@ from engine.collectives import Group, compare_digests, gather, tensor_digest
 from engine.health import check_finite
 from engine.loading import trainable_parameters
 from engine.monitor import AllocatorPeaks
+from engine.schedule import n_in_epochs
 from schemas.config import OptimizerConfig, Tracker
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainPoint
@@ -105,6 +106,7 @@ def trainer_settings(
     optimizer: OptimizerConfig,
     *,
     epochs: float,
+    steps_per_epoch: int,
     accumulation: int,
     seed: int,
     device: torch.device,
@@ -117,6 +119,7 @@ def trainer_settings(
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": accumulation,
         "num_train_epochs": epochs,
+        "max_steps": n_in_epochs(epochs, steps_per_epoch),  # the library's own product may be one too many
         "learning_rate": optimizer.learning_rate,
         "lr_scheduler_type": optimizer.lr_scheduler,
         "warmup_steps": optimizer.warmup_share,

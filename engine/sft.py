@@ -11,7 +11,7 @@ so splitting a batch into micro-batches changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,10 @@ def chosen_rows(branches: BranchTable, *, only_resolved: bool) -> list[str]:
     raise UserError("no branch is in the train split", where="sft", fix="lower split.heldout_share or add tasks")
 
 
+def _steps_per_epoch(config: SftConfig, batches: Sequence[Sequence[int]]) -> int:
+    return math.ceil(len(batches) / config.accumulation)
+
+
 def train(
     spec: TrainSpec, config: SftConfig, group: Group, out: Path, stop: Stop, scorer: Scorer | None = None
 ) -> TrainReport:
@@ -176,10 +180,9 @@ def train(
             trainer.meter.restore(
                 transformers.TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history
             )
-        steps_per_epoch = math.ceil(len(batches) / config.accumulation)
         print(
             f"sft: {len(names)} branches, {sum(n_tokens)} tokens, {len(batches)} micro-batches, "
-            f"{steps_per_epoch} steps an epoch, padding {padding_share(n_tokens, batches):.1%}, "
+            f"{_steps_per_epoch(config, batches)} steps an epoch, padding {padding_share(n_tokens, batches):.1%}, "
             f"engine {engine.name}: {engine.why}",
             flush=True,
         )
@@ -243,6 +246,7 @@ def _load(
         out,
         config.optimizer,
         epochs=config.epochs,
+        steps_per_epoch=_steps_per_epoch(config, batches),
         accumulation=config.accumulation,
         seed=config.seed,
         device=group.device,

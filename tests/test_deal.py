@@ -9,7 +9,7 @@ import pytest
 
 from engine.cost import BranchCost, CostModel, cost_model
 from engine.deal import Deal, PairCost, Plan, deal, describe, idle_share, lpt
-from engine.schedule import training_windows, window_size
+from engine.schedule import n_in_epochs, training_windows, window_size
 from schemas.config import SimpoConfig
 from tasks.plan import SHAPES
 
@@ -150,6 +150,13 @@ def test_windows_hold_every_pair_once_an_epoch_and_do_not_cross_epochs() -> None
 def test_half_an_epoch_sees_half_of_the_pairs() -> None:
     windows = training_windows(SimpoConfig(accumulation=2, epochs=1.5), 8)
     assert [len(window) for window in windows] == [2] * 6
+
+
+@pytest.mark.parametrize(("epochs", "n", "expected"), [(1.1, 50, 55), (1.1, 5, 6), (3, 8, 24), (1e-5, 7, 1)])
+def test_epochs_count_as_they_are_written(epochs: float, n: int, expected: int) -> None:
+    """1.1 * 50 is 55.00000000000001 in binary."""
+    assert n_in_epochs(epochs, n) == expected
+    assert sum(map(len, training_windows(SimpoConfig(accumulation=7, epochs=epochs), n))) == expected
 
 
 def test_steps_begin_with_more_pairs_than_they_end_with() -> None:

@@ -170,6 +170,14 @@ def test_start_from_the_checkpoint_of_the_last_step_trains_no_step_more(model: R
     assert all(torch.equal(again[name], adapter[name]) for name in adapter)
 
 
+def test_epochs_count_as_they_are_written(model: Ref, tmp_path: Path) -> None:
+    """0.28 epochs of 25 steps are 7; in binary the product is a little above that."""
+    branches, _ = make_tables(tmp_path, n_pairs=25, n_heldout=0)
+    config = SftConfig(epochs=0.28, tokens_per_micro_batch=16)
+    _, report = train(spec_of(model, branches, config), tmp_path / "out")
+    assert report.n_steps == 7
+
+
 def test_equal_inputs_give_equal_bytes_in_any_folder(model: Ref, tmp_path: Path) -> None:
     branches, _ = make_tables(tmp_path, n_pairs=3, n_heldout=0)
     spec = spec_of(model, branches, CONFIG)
