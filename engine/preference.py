@@ -265,7 +265,7 @@ def _report(
     resumed_from_step: int,
 ) -> TrainReport:
     group, windows = trainer.group, trainer.windows
-    points = curve(trainer.state.log_history, config.epochs)
+    points = curve(trainer.state.log_history)
     first_loss, last_loss = first_and_last_loss(points)
     idle = [point.idle_share for point in points if point.idle_share is not None]
     return TrainReport(

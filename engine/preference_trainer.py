@@ -184,6 +184,7 @@ class PreferenceTrainer(StageTrainer):
     ) -> None:
         super().__init__(model=model, train_dataset=PairIndices(len(pairs)), **kwargs)
         self.policy, self.pairs, self.windows, self.cost = model, pairs, windows, cost
+        self.n_seen = np.cumsum([len(window) for window in windows])
         self.costs = [pairs.cost(index, cost, max_packed_tokens) for index in range(len(pairs))]
         self.dealt = partial(deal, plan=plan, n_ranks=group.world_size, balanced=balanced)
         self.group, self.scorer, self.stop = group, scorer, stop
@@ -230,6 +231,8 @@ class PreferenceTrainer(StageTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.outcome is not None:
             chosen_N, rejected_N, extras_K = self.outcome.chosen_N, self.outcome.rejected_N, self.outcome.extras_K
+            # instead of the library's, the share of all windows, which hold different numbers of pairs
+            self.state.epoch = float(self.n_seen[self.state.global_step - 1] / len(self.pairs))
             before_s = self.meter.train_s
             logs = logs | self.meter.lap(self.group.world_size)
             logs["margin"] = float((chosen_N - rejected_N).mean())

@@ -281,11 +281,11 @@ def resumed_step(checkpoint: Path | None) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
 
 
-def curve(log_history: Sequence[Mapping[str, Any]], epochs: float = 1.0) -> tuple[TrainPoint, ...]:
-    """The optimiser steps in the Trainer's log; `epochs`: how many of ours one epoch of the Trainer is."""
+def curve(log_history: Sequence[Mapping[str, Any]]) -> tuple[TrainPoint, ...]:
+    """The optimiser steps in the Trainer's log."""
     names = TrainPoint.model_fields.keys()
     steps = [{name: entry[name] for name in names if name in entry} for entry in log_history if "loss" in entry]
-    return tuple(TrainPoint(**step | {"epoch": step["epoch"] * epochs}) for step in steps)
+    return tuple(TrainPoint(**step) for step in steps)
 
 
 def first_and_last_loss(points: Sequence[TrainPoint]) -> tuple[float, float]:

@@ -46,6 +46,13 @@ def test_last_partial_window_is_normalised_by_its_own_pairs(tmp_path: Path) -> N
     assert last.loss == pytest.approx(math.log1p(math.exp(GAMMA - BETA * last.margin)), rel=1e-6)
 
 
+def test_epoch_is_the_share_of_pairs_seen(tmp_path: Path) -> None:
+    """Windows of 2, 1 and 2 of 3 pairs."""
+    config = CONFIG.model_copy(update={"epochs": 1.5, "accumulation": 2, "plan": "sequential"})
+    _, report = train_here(simpo_spec(tmp_path / "inputs", config, n_pairs=3, n_heldout=0), tmp_path / "out")
+    assert [point.epoch for point in report.curve] == pytest.approx([2 / 3, 1, 5 / 3])
+
+
 def test_pair_weights_scale_their_loss(tmp_path: Path) -> None:
     config = CONFIG.model_copy(
         update={"epochs": 1, "plan": "sequential", "accumulation": 1, "optimizer": OptimizerConfig(learning_rate=1e-30)}
