@@ -69,19 +69,20 @@ class _Rank:
         self.losses_N = torch.zeros(n_pairs, dtype=torch.float64)
 
     def _loss(self, placed: Placed, chosen: float, rejected: float) -> dict[Side, float]:
-        """The slope of each side's score, with the pair's share in it; checks and records the loss."""
+        """The slope of each side's score, with the pair's share in it; checks all and records the loss."""
         scores = (torch.tensor([value], dtype=torch.float64) for value in (chosen, rejected))
         result = self.work.loss(placed.place, *scores)
         loss = float(result.loss_N)
-        if not torch.isfinite(torch.tensor([chosen, rejected, loss])).all():
+        slopes = float(result.d_chosen_N), float(result.d_rejected_N)
+        if not torch.isfinite(torch.tensor([chosen, rejected, loss, *slopes])).all():
             raise StageError(
                 f"pair {self.work.name(placed.place)} is not finite: chosen {chosen:.6g}, rejected {rejected:.6g}, "
-                f"loss {loss:.6g}; training stopped before this step"
+                f"loss {loss:.6g}, slopes {slopes[0]:.6g} and {slopes[1]:.6g}; training stopped before this step"
             )
         if self.group.rank == placed.chosen_rank:
             self.losses_N[placed.place] = loss
         share = self.work.share(placed.place)
-        return {"chosen": float(result.d_chosen_N) * share, "rejected": float(result.d_rejected_N) * share}
+        return {"chosen": slopes[0] * share, "rejected": slopes[1] * share}
 
     def split(self, placed: Placed) -> None:
         own: Side = "chosen" if self.group.rank == placed.chosen_rank else "rejected"
@@ -127,7 +128,7 @@ def run_window(group: Group, dealt: Deal, work: PairWork, extras: Callable[[], l
         extras: called when this rank's part is done; its numbers are summed over the ranks.
 
     Raises:
-        StageError: a score or a loss is not finite; names the pair.
+        StageError: a score, a loss or a slope is not finite; names the pair.
         PeerLostError: another rank died.
     """
     n_pairs = len(dealt.placed)

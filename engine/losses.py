@@ -82,13 +82,14 @@ def orpo(chosen_N: Tensor, rejected_N: Tensor, *, beta: float) -> PairLoss:
 
     Source: Hong et al. 2024 (arXiv 2403.07691), equations 6 and 7. The likelihood term is over the scored tokens.
     """
-    log_odds_N = (chosen_N - rejected_N) - (_log1mexp(chosen_N) - _log1mexp(rejected_N))
-    pull_N = -beta * torch.sigmoid(-log_odds_N)
-    # d log odds / dā = 1 + p/(1-p) = 1/(1-p)
+    ratio_N = chosen_N - rejected_N
+    log_rest_chosen_N, log_rest_rejected_N = _log1mexp(chosen_N), _log1mexp(rejected_N)
+    log_odds_N = ratio_N - (log_rest_chosen_N - log_rest_rejected_N)
+    # d log odds / dā = 1 + p/(1-p) = 1/(1-p). The chosen slope is σ(-log odds)/(1-p) in one, as both may be 0
     return PairLoss(
         -chosen_N - beta * logsigmoid(log_odds_N),
-        -1 - pull_N / torch.expm1(chosen_N),
-        pull_N / torch.expm1(rejected_N),
+        -1 - beta * torch.exp(-torch.logaddexp(log_rest_chosen_N, ratio_N + log_rest_rejected_N)),
+        -beta * torch.sigmoid(-log_odds_N) / torch.expm1(rejected_N),
     )
 
 

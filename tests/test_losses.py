@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
@@ -154,6 +155,17 @@ def test_orpo_equals_orpo_trainer() -> None:
     stand_in: Any = SimpleNamespace(beta=BETA, accelerator=SimpleNamespace(device=torch.device("cpu")))
     theirs = -chosen - ORPOTrainer.odds_ratio_loss(stand_in, chosen, rejected)[0]  # type: ignore[arg-type]
     assert_close(losses.orpo(chosen, rejected, beta=BETA).loss_N, theirs, tolerance=1e-6)
+
+
+def test_orpo_of_a_certain_chosen_branch_is_the_limit() -> None:
+    """At p = 1 the chosen slope is -1 - β odds_r."""
+    chosen = torch.tensor([0.0, -1e-12], dtype=torch.float64)
+    rejected = torch.full_like(chosen, -2.0)
+    got = losses.orpo(chosen, rejected, beta=BETA)
+    odds = math.exp(-2) / (1 - math.exp(-2))
+    assert got.loss_N.tolist() == pytest.approx([0, 0], abs=1e-11)
+    assert got.d_chosen_N.tolist() == pytest.approx([-1 - BETA * odds] * 2, rel=1e-11)
+    assert got.d_rejected_N.tolist() == pytest.approx([0, 0], abs=1e-11)
 
 
 def all_losses() -> list[Any]:

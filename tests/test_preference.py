@@ -12,6 +12,8 @@ import torch
 from preference_runs import BETA, CONFIG, GAMMA, train_here, with_plan
 from training_inputs import make_tables, simpo_spec
 
+from engine import preference
+from engine.losses import PairLoss
 from engine.scores import token_logprobs
 from engine.session import Stop, latest_checkpoint
 from engine.start_scores import load_logprobs, save_logprobs
@@ -108,6 +110,17 @@ def test_non_finite_pair_stops_before_any_save(spec: TrainSpec, tmp_path: Path, 
         train_here(spec.model_copy(update={"simpo": config}), tmp_path, scorer=scorer)
     assert not (tmp_path / "adapter").exists()
     assert latest_checkpoint(tmp_path) is None
+
+
+def test_pair_whose_slope_is_not_finite_is_named(
+    spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(chosen_1: torch.Tensor, rejected_1: torch.Tensor) -> PairLoss:
+        return PairLoss(chosen_1 - rejected_1, chosen_1 * math.nan, -rejected_1)
+
+    monkeypatch.setattr(preference, "loss_of", lambda config: loss)
+    with pytest.raises(StageError, match=r"pair pair-\d is not finite: .*, slopes nan and "):
+        train_here(with_plan(spec, "sequential"), tmp_path)
 
 
 def test_stop_then_resume_equals_an_uninterrupted_run(
