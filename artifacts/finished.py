@@ -9,21 +9,30 @@ from artifacts.store import payload_digest, write_atomically
 _MARK = "finished.json"
 
 
-def _contents(out: Path) -> dict[str, str | None]:
-    """Digests of the report and of the adapter; None for what is not there."""
+def _contents(out: Path, run: str) -> dict[str, str | None]:
+    """Digests of the spec, the report and the adapter; None for what is not there."""
     paths = {name: out / name for name in ("report.json", "adapter")}
-    return {name: payload_digest(path)[0] if path.exists() else None for name, path in paths.items()}
+    left = {name: payload_digest(path)[0] if path.exists() else None for name, path in paths.items()}
+    return {"spec": run} | left
 
 
-def mark_finished(out: Path) -> None:
-    """Call it when the report, and the adapter of a stage that trains, have been written."""
-    write_atomically(out / _MARK, json.dumps(_contents(out)))
+def mark_finished(out: Path, run: str) -> None:
+    """Call it when the report, and the adapter of a stage that trains, have been written.
+
+    Args:
+        run: digest of the spec that they are of, as it was read: the file may have been edited since.
+    """
+    write_atomically(out / _MARK, json.dumps(_contents(out, run)))
 
 
-def is_finished(out: Path) -> bool:
-    """Whether the stage has ended, and its report and adapter are what it left."""
+def is_finished(out: Path, run: str) -> bool:
+    """Whether the stage of this spec has ended, and its report and adapter are what it left.
+
+    Args:
+        run: digest of the spec. The mark of another one, or of none, does not count.
+    """
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((out / _MARK).read_text()) == _contents(out)
+        return json.loads((out / _MARK).read_text()) == _contents(out, run)
     return False
 
 

@@ -235,7 +235,7 @@ def main() -> None:
         report = _run(spec, launch, out, stop)
         if launch.rank == 0:
             write_atomically(out / "report.json", report.model_dump_json(indent=2))
-            mark_finished(out)
+            mark_finished(out, spec.digest())
 
 
 if __name__ == "__main__":

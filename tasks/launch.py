@@ -25,7 +25,7 @@ from artifacts.finished import is_finished, unmark
 from artifacts.store import Store, write_atomically
 from schemas.errors import StageError
 from schemas.reports import Trained, TrainReport
-from schemas.spec import TrainSpec
+from schemas.spec import TrainSpec, read_spec
 from tasks.rank_errors import agent_killed, root_cause
 
 Log = Callable[[str], None]
@@ -66,7 +66,7 @@ def run_spec(
     out = store.root / "work" / f"{spec.stage}-{spec.digest()[:16]}"
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "spec.json", spec.model_dump_json(indent=2))
-    if not is_finished(out):
+    if not is_finished(out, spec.digest()):
         launch(out / "spec.json", n_processes=n_processes, log=log, timeout_s=timeout_s)
     return (out / "report.json").read_text(), out
 
@@ -104,7 +104,7 @@ def launch(spec_path: Path, *, n_processes: int = 1, log: Log | None = None, tim
         StageError: a rank failed or was killed (its own error, not that of the ranks that waited for it), or the
             time-out passed.
     """
-    out = spec_path.parent
+    out, run = spec_path.parent, read_spec(spec_path).digest()
     unmark(out)
     for stale in out.glob("error-rank*.json"):
         stale.unlink()
@@ -123,7 +123,7 @@ def launch(spec_path: Path, *, n_processes: int = 1, log: Log | None = None, tim
         exit_code, failures = _follow(group, tail, log, timeout_s)
     finally:
         group.stop(log)
-    if exit_code != 0 or not is_finished(out):
+    if exit_code != 0 or not is_finished(out, run):
         killed = exit_code < 0 and n_processes > 1
         error = agent_killed(out, exit_code) if killed else root_cause(out, failures, exit_code, tail)
         if log is not None and isinstance(error, StageError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -178,9 +179,19 @@ def test_stages_end_to_end(tmp_path: Path) -> None:
     assert not list((store.root / "work").iterdir()), "working folders are left behind"
 
 
+def forget_spec(out: Path) -> None:
+    """The mark as it was when it did not say yet whose it is."""
+    mark = out / "finished.json"
+    said = json.loads(mark.read_text())
+    del said["spec"]
+    mark.write_text(json.dumps(said))
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "no mark: killed after the report": lambda out: (out / "finished.json").unlink(),
     "a mark that is none": lambda out: (out / "finished.json").write_bytes(b"\xff{"),
+    "the mark of another spec, which was run in this folder by hand": lambda out: mark_finished(out, "0" * 64),
+    "a mark that names no spec": forget_spec,
     "an empty report": lambda out: (out / "report.json").write_text(""),
     "the adapter is in the store already": lambda out: (out / "adapter").rename(out.parent / "moved"),
     "half of an adapter": lambda out: (out / "adapter" / "adapter_model.safetensors").write_bytes(b"half"),
@@ -195,7 +206,7 @@ def ended(tmp_path: Path) -> tuple[TrainSpec, Store, Path]:
     out = store.root / "work" / f"simpo-{spec.digest()[:16]}"
     shutil.copytree(spec.adapters["start"].path, out / "adapter")
     (out / "report.json").write_text("{}")
-    mark_finished(out)
+    mark_finished(out, spec.digest())
     return spec, store, out
 
 
