@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from artifacts.finished import mark_finished
+from artifacts.finished import mark_finished, unmark
 from artifacts.store import write_atomically
 from schemas.errors import StageError, UserError
 from schemas.spec import TrainSpec, read_spec
@@ -185,6 +185,8 @@ def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport 
     group = group_of(launch, pick_device())  # a stage loads its model first and joins the others then
     check_devices(group, device_uuid(group.device) if group.device.type == "cuda" else None)
     hold_device(spec.base, group.device)
+    if launch.rank == 0:
+        unmark(out)
     with monitor_of(out, launch.rank, group.device, load_nvml()) as monitor:
         report = _stage(spec, group, out, stop)
     leave(group)

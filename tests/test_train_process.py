@@ -17,7 +17,9 @@ from conftest import REPOSITORY
 from rank_faults import CONFIG, prepare
 from training_inputs import simpo_spec
 
+from artifacts.finished import is_finished, mark_finished
 from engine import train
+from engine.collectives import Launch
 from engine.session import Stop
 from schemas.errors import StageError, UserError
 from tasks.rank_errors import root_cause
@@ -172,6 +174,21 @@ def test_an_input_that_was_altered_since_the_spec_was_written_is_one_line(tmp_pa
         f"error: {spec.pairs.path}: altered since the spec was written (put back the pairs that the spec names, or "
         "start again from the stage before)\n"
     )
+
+
+def test_what_an_earlier_start_finished_no_longer_counts_once_training_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = simpo_spec(tmp_path / "inputs", CONFIG, n_pairs=3, n_heldout=0)
+    mark_finished(tmp_path, spec.digest())
+
+    def killed(*_: object) -> None:
+        assert not is_finished(tmp_path, spec.digest())
+        raise StageError("killed")
+
+    monkeypatch.setattr(train, "_stage", killed)
+    with pytest.raises(StageError, match="killed"):
+        train._run(spec, Launch(), tmp_path, Stop())
 
 
 def test_an_error_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
