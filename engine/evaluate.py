@@ -21,6 +21,7 @@ from peft import PeftModel
 
 from engine.collectives import Group, join
 from engine.data import BranchTable, Pair, collate, length_bucketed, read_pairs, to_device
+from engine.health import check_scores
 from engine.loading import check_origin, load_adapter, load_base
 from engine.out_of_memory import memory_advice
 from engine.scorers import open_engine
@@ -145,6 +146,7 @@ def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scor
 
     Raises:
         UserError: an adapter of another model.
+        StageError: a log-probability is not finite; names the branch.
     """
     started = time.monotonic()
     branches = BranchTable(spec.branches)
@@ -174,6 +176,7 @@ def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scor
             with _selected(model, name), memory_advice(engine, group):
                 budget = config.tokens_per_micro_batch
                 scores = score_branches(model, branches, names, budget, group, scorer or engine.scorer)
+            check_scores({branch: -score.nll_nats for branch, score in scores.items()}, f"model {name}")
         result = model_score(cast("ModelName", name), scores, resolved, pairs, config)
         print(
             f"evaluate {name}: nll {result.nll_per_action_token}, pair accuracy {result.pair_accuracy}, "

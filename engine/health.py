@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def check_gradients(parameters: Mapping[str, nn.Parameter], what: str) -> None:
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     if name := _first_not_finite(gradients):
         raise StageError(f"the gradient of {name} is not finite; training stopped at {what}")
+
+
+def check_scores(score_of: Mapping[str, float], whose: str) -> None:
+    """StageError naming the first branch whose log-probability is not finite, before it is kept or compared."""
+    for name, score in score_of.items():
+        if not math.isfinite(score):
+            raise StageError(f"the log-probability of branch {name} under {whose} is {score}; it was not kept")
 
 
 def kl_to_start(start_logp_P: Tensor, logp_P: Tensor) -> Tensor:

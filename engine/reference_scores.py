@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from peft import PeftModel
 
 from engine.collectives import Group, gather
 from engine.data import Branch, BranchTable, collate, to_device
+from engine.health import check_scores
 from engine.scores import Scorer, branch_scores
 from schemas.spec import TrainSpec
 
@@ -56,7 +58,7 @@ def _line_digest(key: str, mean: float) -> str:
 
 
 def read_scores(path: Path) -> dict[str, float]:
-    """branch_key -> mean score (nats per scored token), without the lines that are torn or altered."""
+    """branch_key -> mean score (nats per scored token), without the lines that are torn, altered or not finite."""
     scores: dict[str, float] = {}
     if not path.is_file():
         return scores
@@ -66,7 +68,7 @@ def read_scores(path: Path) -> dict[str, float]:
             key, mean, digest = entry["key"], float(entry["mean"]), entry["digest"]
         except (ValueError, KeyError, TypeError):
             continue
-        if digest == _line_digest(key, mean):
+        if digest == _line_digest(key, mean) and math.isfinite(mean):
             scores[key] = mean
     return scores
 
@@ -82,7 +84,11 @@ def _append(path: Path, scores: Mapping[str, float]) -> None:
 
 @torch.no_grad()
 def _compute(model: PeftModel, members: Sequence[Branch], group: Group, scorer: Scorer) -> list[float]:
-    """Mean scores of the members under the base model, the members dealt to the ranks."""
+    """Mean scores of the members under the base model, the members dealt to the ranks.
+
+    Raises:
+        StageError: one is not finite; names the branch. On every rank.
+    """
     means_N = torch.zeros(len(members), dtype=torch.float64)
     model.eval()
     with model.disable_adapter():
@@ -90,7 +96,9 @@ def _compute(model: PeftModel, members: Sequence[Branch], group: Group, scorer: 
             if index % group.world_size == group.rank:
                 batch = to_device(collate([branch]), group.device)
                 means_N[index] = float(branch_scores(scorer(model, *batch[:4]), batch.weights_P)[1])
-    return gather(group, means_N).sum(0).tolist()
+    means = gather(group, means_N).sum(0).tolist()
+    check_scores({branch.branch_id: mean for branch, mean in zip(members, means, strict=True)}, "the reference model")
+    return means
 
 
 def reference_scores(
@@ -108,6 +116,7 @@ def reference_scores(
     Every rank calls it with the same names; rank 0 writes. `kernels`: as in `file_of`.
 
     Raises:
+        StageError: a score is not finite; names the branch.
         PeerLostError: another rank died.
     """
     path = file_of(spec, folder, kernels)
@@ -122,7 +131,7 @@ def reference_scores(
     checked = kept[:SPOT_CHECKS]  # the shortest ones: cheap, and as telling as any
     fresh = _compute(model, [branches[name] for name in checked], group, scorer)
     tolerance = TOLERANCE[spec.base.dtype]
-    if any(abs(new - means[name]) > tolerance * abs(new) for name, new in zip(checked, fresh, strict=True)):
+    if not all(abs(new - means[name]) <= tolerance * abs(new) for name, new in zip(checked, fresh, strict=True)):
         print(f"{path.name}: a stored reference score is not this model's; all are computed again", flush=True)
         means = {}
         if group.rank == 0:

@@ -19,6 +19,7 @@ from engine.collectives import Group, gather_objects
 from engine.cost import CostModel
 from engine.data import BranchTable, Pair, collate, length_bucketed, to_device
 from engine.deal import lpt
+from engine.health import check_scores
 from engine.scores import Scorer
 
 TOKENS_PER_BATCH = 8192
@@ -32,6 +33,7 @@ def branch_logprobs(
     """branch_id -> logp_P (nats, float64) without dropout, the branches dealt to the ranks by predicted cost.
 
     Raises:
+        StageError: one is not finite; names the branch. On every rank.
         PeerLostError: another rank died.
     """
     model.eval()
@@ -45,7 +47,9 @@ def branch_logprobs(
         rows_P = batch.rows_P.cpu()
         for place, row in enumerate(rows):
             found[own[row].branch_id] = logp_P[rows_P == place].numpy()
-    return {name: logp_P for part in gather_objects(group, found) for name, logp_P in part.items()}
+    logps = {name: logp_P for part in gather_objects(group, found) for name, logp_P in part.items()}
+    check_scores({name: float(logp_P.sum()) for name, logp_P in logps.items()}, "the policy")
+    return logps
 
 
 def mean_margin(logps: Mapping[str, np.ndarray], branches: BranchTable, pairs: Sequence[Pair]) -> float:

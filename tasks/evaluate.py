@@ -10,7 +10,7 @@ from schemas.reports import EvalReport, Evaluated, Paired
 from schemas.spec import TrainSpec
 from tasks.launch import discard, run_spec
 
-STAGE_VERSION: Final = 1
+STAGE_VERSION: Final = 2
 
 
 def evaluate(

@@ -14,7 +14,9 @@ from engine.collectives import Group
 from engine.data import BranchTable
 from engine.evaluate import BranchScore, bootstrap_accuracy, by_length, nll_per_token
 from engine.loading import load_adapter, load_base
+from engine.scores import token_logprobs
 from schemas.config import EvaluateConfig, ModelConfig
+from schemas.errors import StageError
 from schemas.reports import EvalReport
 from schemas.spec import TrainSpec
 
@@ -118,3 +120,9 @@ def test_bootstrap_resamples_tasks() -> None:
     assert interval is not None
     assert 0.3 < interval[0] < 0.5 < interval[1] < 0.7
     assert bootstrap_accuracy({}, 1000, seed=0) is None
+
+
+def test_score_that_is_not_finite_ends_it(spec: TrainSpec) -> None:
+    """It would count as a pair that was ordered wrongly."""
+    with pytest.raises(StageError, match=r"branch (good|bad)-\d under model base is nan"):
+        evaluate.evaluate(spec, EvaluateConfig(), Group(), scorer=lambda *a: token_logprobs(*a) * float("nan"))

@@ -112,6 +112,12 @@ def test_non_finite_pair_stops_before_any_save(spec: TrainSpec, tmp_path: Path, 
     assert latest_checkpoint(tmp_path) is None
 
 
+def test_start_whose_score_is_not_finite_is_named(spec: TrainSpec, tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"branch (good|bad)-\d under the policy is nan"):
+        train_here(with_plan(spec, "sequential"), tmp_path, scorer=lambda *a: token_logprobs(*a) * math.nan)
+    assert not (tmp_path / "start_logprobs.json").exists()
+
+
 def test_pair_whose_slope_is_not_finite_is_named(
     spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,17 @@ from training_inputs import simpo_spec, start_model
 from engine.collectives import Group
 from engine.data import BranchTable, collate, read_pairs
 from engine.loading import load_base
-from engine.reference_scores import SPOT_CHECKS, file_of, read_scores, reference_scores
+from engine.reference_scores import (
+    BRANCHES_PER_FLUSH,
+    SPOT_CHECKS,
+    _append,
+    file_of,
+    read_scores,
+    reference_scores,
+)
 from engine.scores import token_logprobs
 from schemas.config import SimpoConfig
+from schemas.errors import StageError
 from schemas.spec import TrainSpec
 
 
@@ -25,17 +34,17 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
 
 
 class Counting:
-    """The plain scorer, counting its calls."""
+    """The plain scorer, counting its calls; NaN at one of them."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, nan_at_call: int) -> None:
+        self.calls, self.nan_at_call = 0, nan_at_call
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
         self.calls += 1
-        return token_logprobs(*arguments)
+        return token_logprobs(*arguments) * (math.nan if self.calls == self.nan_at_call else 1.0)
 
 
-def scores(spec: TrainSpec, folder: Path) -> tuple[dict[str, float], int]:
+def scores(spec: TrainSpec, folder: Path, nan_at_call: int = 0) -> tuple[dict[str, float], int]:
     assert spec.pairs is not None
     model = start_model(spec)
     names = [
@@ -43,7 +52,7 @@ def scores(spec: TrainSpec, folder: Path) -> tuple[dict[str, float], int]:
         for pair in read_pairs(spec.pairs, "train", BranchTable(spec.branches))
         for name in (pair.chosen, pair.rejected)
     ]
-    scorer = Counting()
+    scorer = Counting(nan_at_call)
     return reference_scores(
         spec, model, BranchTable(spec.branches), names, Group(), folder, scorer, "plain"
     ), scorer.calls
@@ -84,6 +93,23 @@ def test_torn_and_altered_lines_are_computed_again(spec: TrainSpec, tmp_path: Pa
     assert again == first
     assert calls == SPOT_CHECKS + 2
     assert len(read_scores(path)) == 10
+
+
+def test_score_that_is_not_finite_is_neither_kept_nor_taken(spec: TrainSpec, tmp_path: Path) -> None:
+    """Computed anew in the second part, computed anew to be compared, and stored by whatever wrote the file."""
+    with pytest.raises(StageError, match=r"branch (good|bad)-\d under the reference model is nan; it was not kept"):
+        scores(spec, tmp_path, nan_at_call=BRANCHES_PER_FLUSH + 1)
+    path = file_of(spec, tmp_path, "plain")
+    assert len(read_scores(path)) == BRANCHES_PER_FLUSH
+    first, _ = scores(spec, tmp_path)
+    with pytest.raises(StageError, match="under the reference model is nan"):
+        scores(spec, tmp_path, nan_at_call=1)
+    assert len(read_scores(path)) == 10, "the model of the moment is not to be trusted, the file is"
+    keys = list(read_scores(path))
+    path.unlink()
+    _append(path, dict.fromkeys(keys, math.nan))
+    again, calls = scores(spec, tmp_path)
+    assert (again, calls) == (first, 10)
 
 
 def test_scores_of_another_model_are_not_trusted(spec: TrainSpec, tmp_path: Path) -> None:
