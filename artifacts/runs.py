@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from artifacts.store import write_atomically
+from schemas.refs import STORE
 from schemas.runs import RunReport
 
 
@@ -20,7 +21,7 @@ def read_runs(store: Path) -> list[RunReport]:
     reports = []
     for path in sorted((store / "runs").glob("*.json")):
         try:
-            reports.append(RunReport.model_validate_json(path.read_bytes()))
+            reports.append(RunReport.model_validate_json(path.read_bytes(), context={STORE: store}))
         except ValidationError:
             continue
     return reports

@@ -5,6 +5,9 @@ payloads here makes a deleted or altered file a cache miss, and the stage runs a
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,23 @@ from pydantic import Field
 import schemas.runs  # noqa: F401  (fills the registry, so that every kind of record can be read)
 from artifacts.store import verify
 from schemas.errors import StageError, UserError
-from schemas.refs import Ref
+from schemas.refs import STORE, Ref
 from schemas.reports import StageResult
 
 _Stamp = tuple[tuple[int, int, int], ...]
 _verified: dict[tuple[str, str], _Stamp] = {}
+_store: ContextVar[Path | None] = ContextVar("store", default=None)
+
+
+@contextmanager
+def results_of(store: Path) -> Iterator[None]:
+    """Results that are read inside are this store's: its payloads are looked for in it, wherever it was when they were
+    stored."""
+    token = _store.set(store)
+    try:
+        yield
+    finally:
+        _store.reset(token)
 
 
 def _stamp(path: Path) -> _Stamp:
@@ -70,7 +85,7 @@ class ArtifactSerializer(Serializer):
             return UserError(**record["user_error"])
         if "error" in record:
             return StageError(record["error"])
-        result = StageResult.registry[record["kind"]].model_validate(record["data"])
+        result = StageResult.registry[record["kind"]].model_validate(record["data"], context={STORE: _store.get()})
         for ref in result.refs():
             verify_once(ref)
         return result

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect import flow
 
-from artifacts.serializer import ArtifactSerializer
+from artifacts.serializer import ArtifactSerializer, results_of
 from flows.reporting import PrefectReporter
 from flows.stages import stage_task
 from schemas.reports import Evaluated, Trained
@@ -18,8 +18,9 @@ from tasks.stages import RequestT, ResultT, Stage
 
 
 def _run(stage: Stage[RequestT, ResultT], request: RequestT, refresh: bool) -> ResultT:
-    with observed_by(PrefectReporter()):
-        return stage_task(stage, Path(request.store), refresh=refresh)(request)
+    store = Path(request.store)
+    with results_of(store), observed_by(PrefectReporter()):
+        return stage_task(stage, store, refresh=refresh)(request)
 
 
 @flow(name="sft", persist_result=True, result_serializer=ArtifactSerializer())

@@ -14,6 +14,7 @@ from prefect.states import Cancelled
 from artifacts.cards import Card, card, run_card
 from artifacts.locks import in_use
 from artifacts.runs import write_run
+from artifacts.serializer import results_of
 from artifacts.store import Store
 from artifacts.summaries import summary
 from flows.reporting import PrefectReporter
@@ -56,7 +57,7 @@ class Pipeline:
             wall_s=0.0,
             inputs_sha256=inputs_sha256,
         )
-        self._scopes = (in_use(self.store.root), observed_by(PrefectReporter()))
+        self._scopes = (in_use(self.store.root), results_of(self.store.root), observed_by(PrefectReporter()))
 
     def _update(self, **fields: Any) -> None:
         self.report = self.report.model_copy(update={**fields, "wall_s": time.monotonic() - self._start_s})

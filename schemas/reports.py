@@ -1,11 +1,12 @@
 """What each stage says about itself: small, typed, JSON. A stage result is a report and references to what was made."""
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from schemas.base import Frozen
-from schemas.refs import Ref
+from schemas.refs import Ref, in_store
 
 
 class Dropped(Frozen):
@@ -49,6 +50,11 @@ class IngestReport(Frozen):
     n_duplicates: int = 0
     left_out_by_reason: dict[str, int] = Field(default={}, description="of files, lines and runs; the most frequent")
     left_out: str = Field(default="", description="JSON Lines file in the store with all that was left out, and why")
+
+    @field_validator("left_out")
+    @classmethod
+    def _left_out_in_store(cls, path: str, info: ValidationInfo) -> str:
+        return in_store(path, ("ingested", *Path(path).parts[-3:]), info)
 
 
 LeakText = Literal["task", "scored"]

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from artifacts.store import Store, write_atomically
 from schemas.config import PromoteConfig
 from schemas.errors import UserError
-from schemas.refs import Ref
+from schemas.refs import STORE, Ref
 from schemas.reports import Evaluated, ModelScore, Promoted, PromoteReport
 
 STAGE_VERSION: Final = 1
@@ -74,13 +74,14 @@ def current(store: Store) -> Incumbent | None:
     Raises:
         UserError: the alias file is damaged.
     """
-    alias = _alias(store)
+    alias, here = _alias(store), {STORE: store.root}
     if not alias.is_file():
         return None
     try:
         record = json.loads(alias.read_text())
         replaced = record.get("replaced")
-        return Incumbent(Ref.model_validate(record["adapter"]), Ref.model_validate(replaced) if replaced else None)
+        adapter = Ref.model_validate(record["adapter"], context=here)
+        return Incumbent(adapter, Ref.model_validate(replaced, context=here) if replaced else None)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             "the alias `current` cannot be read", where=alias, fix="restore it from history.jsonl"

@@ -1,6 +1,8 @@
 """The DAG under a real Prefect API: what runs again and what does not, what happens when a stage fails."""
 
 import json
+import shutil
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,25 @@ def test_damaged_payload_runs_its_stage_again_and_no_other(config: RunConfig, fa
     payload.write_bytes(payload.read_bytes().replace(b'"', b"'", 1))  # as long as before
     assert ran(run(config)) == ["render"]
     assert ran(run(config)) == []
+
+
+@pytest.mark.parametrize("take", [shutil.move, shutil.copytree], ids=["moved", "copied"])
+def test_a_store_elsewhere_reads_its_own_files(
+    config: RunConfig, fakes: FakeStages, tmp_path: Path, take: Callable[[str, str], object]
+) -> None:
+    first = run(config)
+    elsewhere = str(tmp_path / "elsewhere")
+    take(config.store, elsewhere)
+    there = config.model_copy(update={"store": elsewhere})
+    second = run(there)
+    assert ran(second) == []
+    assert [Path(ref.path).relative_to(elsewhere) for ref in second.all_refs()] == [
+        Path(ref.path).relative_to(config.store) for ref in first.all_refs()
+    ]
+    assert [ref.path for run in read_runs(Path(elsewhere)) for ref in run.all_refs() if config.store in ref.path] == []
+    assert second.rendered is not None
+    Path(second.rendered.branches.path).write_bytes(b"damaged")
+    assert ran(run(there)) == ["render"]
 
 
 GARBAGE = (b"", b"\x00\xff" * 50, b"{}", b'{"kind": "Ingested"')

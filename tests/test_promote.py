@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,16 @@ def test_damaged_adapter_in_charge_is_a_user_error(content: str, tmp_path: Path)
     (Path(in_charge.path) / ORIGIN_FILE).write_text(content)
     with pytest.raises(UserError, match="the adapter in charge is damaged"):
         comparable_incumbent(store, model, adapter("b"))
+
+
+def test_the_alias_of_a_store_that_was_copied_names_its_own_adapter(tmp_path: Path) -> None:
+    store, copy = Store(tmp_path / "store"), tmp_path / "copy"
+    with store.staging() as folder:
+        (folder / "adapter").mkdir()
+        (folder / "adapter" / "weights").write_bytes(b"rows")
+        candidate = store.add(folder / "adapter", "adapter")
+    promote(evaluated(base=0.5, simpo=0.8), candidate, PromoteConfig(), store)
+    shutil.copytree(store.root, copy)
+    in_charge = current(Store(copy))
+    assert in_charge is not None
+    assert Path(in_charge.adapter.path) == copy / Path(candidate.path).relative_to(store.root)
