@@ -10,17 +10,18 @@ _MATH_BLOCK_BYTES = 2**29
 
 
 def attention_workspace_bytes(
-    n_tokens: int, n_heads: int, n_key_heads: int, head_size: int, *, ordered_on: int = 0
+    n_tokens: int, n_heads: int, n_key_heads: int, head_size: int, *, n_queries: int | None = None, ordered_on: int = 0
 ) -> int:
     """What attention's backward allocates: float32 sums of dq, two float32 a query row, and more for GQA.
 
     With grouped queries, dk and dv are first made per query head and then summed over the heads of a group. To add in a
     fixed order, flash gives each of its workers that share a head a sum of its own: as many as there are
-    multiprocessors for a head (flash-attention's `mha_bwd`, a batch of one).
+    multiprocessors for a head (flash-attention's `mha_bwd`, a batch of one). n_queries: where they are not all tokens.
     """
     per_head_grads = 2 * head_size * 2 if n_key_heads != n_heads else 0
     sums = max(1, -(-ordered_on // n_heads))
-    return n_tokens * n_heads * ((sums * head_size + 2) * 4 + per_head_grads)
+    n_queries = n_tokens if n_queries is None else n_queries
+    return n_heads * (n_queries * (sums * head_size + 2) * 4 + n_tokens * per_head_grads)
 
 
 def math_rows(n_heads: int, n_keys: int, itemsize: int) -> int:

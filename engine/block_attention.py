@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.attention import BACKENDS, AttentionBackend
 from engine.kernels import wide
-from engine.memory import SUM_ROWS
+from engine.moments import SUM_ROWS
 from engine.segments import Queries, QueryBlock
 
 LARGE_BLOCK = 2**26

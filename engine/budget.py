@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from engine.choose import SIZES, Budget, choose_plan, longest_branch, sized_plans
+from engine.choose import ALLOCATOR_SHARE, SIZES, Budget, choose_plan, longest_branch, sized_plans
 from engine.host_memory import HostLimit, tightest
 from engine.memory import GIB, BaseFormat, Ledger, Optimiser, Setup, predict
 from engine.plan import MemoryPlan, uniform_plan
@@ -155,7 +155,7 @@ def scoring_plan(config: Mapping[str, Any], n_tokens: int, setup: Setup, budget:
         for plan in sized_plans(config, n_tokens, "layer_offload")
     ]  # fmt: skip
     for ledger in ledgers:
-        if ledger.peak_device_bytes <= budget.device_bytes and ledger.host_bytes <= budget.host_bytes:
+        if ledger.peak_device_bytes <= ALLOCATOR_SHARE * budget.device_bytes and ledger.host_bytes <= budget.host_bytes:
             return ledger.plan, ledger
     raise UserError(
         f"scoring a branch of {n_tokens:,} tokens takes {ledgers[-1].peak_device_bytes / GIB:.1f} GiB on the device "

@@ -55,14 +55,18 @@ def _n_layers(config: Mapping[str, Any]) -> int:
 def sized_plans(config: Mapping[str, Any], n_tokens: int, policy: PolicyName) -> list[MemoryPlan]:
     """The policy on every layer, in every size that the model's heads allow, fastest first."""
     key_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+
+    def dividing(most: int) -> int:
+        """The most groups, up to `most`, that the key heads fall into evenly."""
+        return next(groups for groups in range(min(most, key_heads), 0, -1) if key_heads % groups == 0)
+
+    sizes = dict.fromkeys(size._replace(head_groups=dividing(size.head_groups)) for size in SIZES)
     return [
         uniform_plan(
-            policy, _n_layers(config), tile_tokens=min(tile_tokens, n_tokens), head_groups=min(groups, key_heads),
-            staged_qkv=staged_qkv,
+            policy, _n_layers(config), tile_tokens=min(tile_tokens, n_tokens), head_groups=groups, staged_qkv=staged_qkv
         )
-        for tile_tokens, groups, staged_qkv in SIZES
-        if key_heads % min(groups, key_heads) == 0
-    ]  # fmt: skip
+        for tile_tokens, groups, staged_qkv in sizes
+    ]
 
 
 def _with_layers(plan: MemoryPlan, layers: list[LayerPlan]) -> MemoryPlan:

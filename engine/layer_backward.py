@@ -159,6 +159,7 @@ class LayerBackward(Workspace):
             if index == max(0, n_tiles - 2):  # early, but on the bulk stream: tiles would queue behind it
                 first_output = self._group_output(kept, 0, bulk=True)
             self._mlp_backward(grad_QX[span], mid_ND, gate_up_NX, sums[2], sums[3])
+        del reader, upcoming  # of the last layer they hold the windows' rows
         if below is not None:
             self._fetch_gate_up(below[1])
         if not qkv_there and not project_here:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.memory import INT8_ROWS
+from engine.moments import INT8_ROWS
 from schemas.errors import UserError
 
 

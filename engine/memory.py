@@ -1,9 +1,9 @@
 """The ledger: bytes of every component of a long branch, from a model's config alone, before anything is allocated.
 
 Letters: T tokens, D hidden size, F MLP size, V vocabulary, P scored positions, r LoRA rank. Imports no model and no
-torch. The peak is the static part (weights, adapters, optimiser) plus the largest of five moments that never coincide:
-the forward of a layer, the head, attention computed again before a layer's backward, and the two halves of that. Host
-bytes are exact; device bytes count what the engine allocates, by the list that it allocates from (`kept_shapes`).
+torch. The peak is the static part (weights, adapters, optimiser) plus the largest of the moments that never coincide
+(`engine.moments`). Host bytes are exact; device bytes count what the engine allocates, by the list that it allocates
+from (`kept_shapes`).
 
 Backward frees what a layer kept on the device and adds that layer's LoRA gradients. So its peak is at the first layers
 it comes to where these keep much, and at the last where they keep nothing; the ledger takes the worst one.
@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from engine.attention_memory import attention_workspace_bytes, math_workspace_bytes
-from engine.plan import FIELDS, Dimensions, KeptShape, MemoryPlan, kept_shapes
+from engine.moments import moments_of
+from engine.plan import Dimensions, KeptShape, MemoryPlan, kept_shapes
 
 BaseFormat = Literal["nf4", "int8", "bf16", "fp32", "fp64"]
 Optimiser = Literal["none", "adamw", "adamw_8bit"]
@@ -25,9 +25,6 @@ Optimiser = Literal["none", "adamw", "adamw_8bit"]
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GIB = 2**30
 _PAGE_BYTES = 4096  # alignment of a slot in the host buffer
-_MID_RING_TILES = 3
-INT8_ROWS = 256  # rows of an int8 weight that are in float32 at once
-SUM_ROWS = 1024  # rows of a block's results that are added to others at once
 # NF4 in blocks of 64 with double quantisation: half a byte, one byte of scale per block, four per 256 blocks.
 _BYTES_PER_WEIGHT = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "bf16": 2.0, "fp32": 4.0, "fp64": 8.0}
 _OPTIMISER_BYTES = {"none": 0, "adamw": 8, "adamw_8bit": 2}  # per trained parameter
@@ -57,12 +54,17 @@ class Setup(BaseModel):
         return self.model_copy(update={"several_blocks": True, "n_scored": 2 * self.n_scored})
 
 
+Moment = Literal[
+    "static", "kept", "forward", "head", "backward_restore", "backward_mlp", "backward_windows", "backward_attention"
+]
+
+
 class LedgerRow(BaseModel):
     """One component at the moment it is alive in; "static" is alive always."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    moment: Literal["static", "kept", "forward", "head", "backward_restore", "backward_mlp", "backward_attention"]
+    moment: Moment
     component: str
     device_bytes: int = 0
     host_bytes: int = 0
@@ -199,95 +201,6 @@ def _gradient_bytes(config: Mapping[str, Any], setup: Setup, sizes: Dimensions, 
     return most + sums * sizes.sum_itemsize
 
 
-def _matrices_bytes(sizes: Dimensions) -> int:
-    hidden, mlp, query = sizes.hidden_size, sizes.mlp_size, sizes.query_size
-    shapes = [
-        (sizes.qkv_size, hidden, sizes.extra_qkv), (hidden, query, sizes.extra_out),
-        (2 * mlp, hidden, sizes.extra_gate_up), (hidden, mlp, sizes.extra_down),
-    ]  # fmt: skip
-    return sum((n_out + extra) * (n_in + extra) for n_out, n_in, extra in shapes) * sizes.itemsize
-
-
-def _moments(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -> dict[str, dict[str, int]]:
-    unit, hidden = sizes.itemsize, sizes.hidden_size
-    rows = min(plan.tile_tokens, n_tokens)
-    n_tiles = -(-n_tokens // plan.tile_tokens)
-    heads, key_heads = sizes.n_query_heads // plan.head_groups, sizes.n_key_heads // plan.head_groups
-    group_tokens = n_tokens * sizes.head_size * unit  # one head of all tokens
-    tile = {
-        "normed": hidden + max(sizes.extra_qkv, sizes.extra_gate_up),
-        "gate and up": 2 * sizes.mlp_size + sizes.extra_gate_up,
-        "MLP hidden": sizes.mlp_size + sizes.extra_down,
-        "attended": sizes.query_size + sizes.extra_out,
-        "mid ring": min(_MID_RING_TILES, n_tiles) * hidden,
-    }
-    workspace = {
-        "dense weights of one layer": _matrices_bytes(sizes),
-        "packed q|k|v": (rows if plan.staged_qkv else n_tokens) * (sizes.qkv_size + sizes.extra_qkv) * unit,
-        "tiles": rows * sum(tile.values()) * unit,
-        "RoPE tables": n_tokens * sizes.head_size * sizes.sum_itemsize,
-    }
-    output_and_grad = hidden + max(sizes.extra_out, sizes.extra_down)
-    on_host = {field: any(getattr(layer, field) == "host" for layer in plan.layers) for field in FIELDS}
-    again = plan.scratch_attention > 0 and on_host["input"]
-    first = max(hidden * on_host["mid"], hidden * on_host["input"] + sizes.query_size * (on_host["attention"] or again))
-    if plan.staged_qkv:
-        in_flight = min(2, plan.head_groups) * (sizes.qkv_size // plan.head_groups)
-        workspace["staged q|k|v"] = (2 * rows * sizes.qkv_size + n_tokens * in_flight) * unit
-    if on_host["gate_up"]:
-        workspace["gate|up in flight"] = n_tokens * (2 * sizes.mlp_size + sizes.extra_gate_up) * unit
-    attended = {
-        "attention outputs": n_tokens * sizes.query_size * unit,
-        "group q, k, v": group_tokens * (heads + 2 * key_heads),
-        "log-sum-exp": n_tokens * sizes.n_query_heads * sizes.sum_itemsize,
-    }
-    scored = setup.n_scored * hidden * unit
-    head = {
-        "scored hidden states": 3 * scored,
-        "logits of a chunk": min(setup.chunk_positions, setup.n_scored) * sizes.vocab_size * (2 * sizes.sum_itemsize),
-    }
-    staged_groups = min(2, plan.head_groups) * (on_host["attention"] or again)
-    backward = {
-        "gradient": n_tokens * output_and_grad * unit,
-        "tiles from the host": plan.tile_buffers * rows * (first + hidden * on_host["input"]) * unit,
-        "group outputs": n_tokens * heads * (sizes.head_size * unit + sizes.sum_itemsize) * staged_groups,
-    }
-    backward_mlp = backward | {"gradient of normed": rows * hidden * unit}
-    backward_attention = backward | {
-        "group q, k, v": group_tokens * (heads + 2 * key_heads),
-        "group gradients": group_tokens * (2 * heads + 2 * key_heads),
-        "attention workspace": attention_workspace_bytes(
-            n_tokens, heads, key_heads, sizes.head_size, ordered_on=setup.ordered_on
-        )
-        if unit == 2
-        else math_workspace_bytes(n_tokens, heads, sizes.head_size, unit, n_blocks=2),
-    }
-    if unit != 2:  # fused kernels, which take 16-bit numbers only, need none in forward
-        attended["attention workspace"] = math_workspace_bytes(n_tokens, heads, sizes.head_size, unit, n_blocks=1)
-    if setup.several_blocks:
-        # Beside a group's results those of one block from one range of keys, up to all tokens (a pack of one long row,
-        # a second tail much longer than the first branch). They are added to the others in float32, by rows, with five
-        # log-sum-exps; dk and dv of all tokens are summed in float32.
-        part = group_tokens * heads
-        lse = n_tokens * heads * sizes.sum_itemsize
-        added = 2 * min(SUM_ROWS, n_tokens) * heads * sizes.head_size * sizes.sum_itemsize
-        attended |= {"block outputs": part + 5 * lse + added}
-        key_sums = n_tokens * 2 * key_heads * sizes.head_size * sizes.sum_itemsize
-        backward_attention |= {"block gradients": part + lse + key_sums}
-    moments = {"backward_mlp": backward_mlp, "backward_attention": backward_attention}
-    moments["forward"] = attended | {"hidden states": n_tokens * hidden * unit}
-    if any(layer.attention == "recompute" for layer in plan.layers):
-        in_flight = n_tokens * heads * sizes.head_size * unit * min(2, plan.head_groups)
-        moments["backward_restore"] = attended | backward | {"attention outputs": in_flight}
-    moments = {name: workspace | amounts for name, amounts in moments.items()}
-    if setup.base == "nf4":
-        moments["forward"]["dequantisation"] = hidden * max(sizes.mlp_size, sizes.query_size) * 2
-    if setup.base == "int8":  # codes and products in float32, when a layer's weights are loaded
-        for name in moments.keys() - {"backward_attention"}:
-            moments[name]["dequantisation"] = INT8_ROWS * max(hidden, sizes.mlp_size, sizes.query_size) * 2 * 4
-    return moments | {"head": head}
-
-
 def host_bytes_of(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: Setup) -> int:
     """As `predict` has them, without the device's: a search asks for them some hundred times a plan."""
     return sum(row.host_bytes for row in _kept_rows(_shapes(dimensions(config, setup), plan, setup, n_tokens, True)))
@@ -299,7 +212,7 @@ def predict(config: Mapping[str, Any], n_tokens: int, plan: MemoryPlan, setup: S
     shapes = _shapes(sizes, plan, setup, n_tokens, keeps)
     rows = _static_rows(config, setup, sizes) + _kept_rows(shapes)
     gradients = {"gradients of this branch": _gradient_bytes(config, setup, sizes, shapes)}
-    for moment, amounts in _moments(sizes, plan, setup, n_tokens).items():
+    for moment, amounts in moments_of(sizes, plan, setup, n_tokens).items():
         if moment.startswith("backward"):
             if not keeps:
                 continue

@@ -174,8 +174,11 @@ class Workspace:
     def _attend(self, kept: LayerActivations, queries: Queries) -> Iterator[Tensor]:
         """Attention of every group from the raw q|k|v; outputs [Q, heads * E], kept where the plan says."""
         for index, (raw_TW, columns) in enumerate(self.qkv_store.groups(kept.staged_qkv, gradients=False)):
-            q_THE, k_TKE, v_TKE = self._group_qkv(raw_TW, columns)
-            out_QHE, lse_HQ = block_attention.forward(self.backends, queries, q_THE, k_TKE, v_TKE, self.scale)
+            out_QHE, lse_HQ = (
+                block_attention.forward(  # q, k, v have no name here: the next group's would stand beside them
+                    self.backends, queries, *self._group_qkv(raw_TW, columns), self.scale
+                )
+            )
             output_QC = out_QHE.reshape(queries.n_rows, -1)
             if kept.attention:
                 self.transfers.write(kept.attention[index], slice(None), output_QC)

@@ -16,11 +16,12 @@ from engine.attention import BACKENDS, AttentionBackend
 from engine.attention_memory import attention_workspace_bytes, math_workspace_bytes
 from engine.block_attention import BlockBackends
 from engine.linears import dense_weight, write_dense_weight
-from engine.memory import INT8_ROWS, Setup, predict
+from engine.memory import Setup, predict
+from engine.moments import INT8_ROWS
 from engine.plan import uniform_plan
 from tasks.plan import SHAPES
 
-MOMENTS = ("forward", "head", "backward_restore", "backward_mlp", "backward_attention")
+MOMENTS = ("forward", "head", "backward_restore", "backward_mlp", "backward_windows", "backward_attention")
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
@@ -83,7 +84,8 @@ def test_plain_attention_is_counted_wherever_it_runs(base: Literal["fp32", "fp64
     counted = {row.moment: row.device_bytes for row in ledger.rows if row.component == "attention workspace"}
     itemsize = {"fp32": 4, "fp64": 8}[base]
     forward, backward = (math_workspace_bytes(32_768, 16, 128, itemsize, n_blocks=n_blocks) for n_blocks in (1, 2))
-    assert counted == {"forward": forward, "backward_restore": forward, "backward_attention": backward}
+    in_backward = {"backward_attention": backward, "backward_windows": backward}
+    assert counted == {"forward": forward, "backward_restore": forward} | in_backward
     assert backward > 2 * 2**29 > forward > 2**29
 
 
@@ -113,7 +115,7 @@ def test_int8_blocks_are_counted_whenever_a_layer_is_loaded() -> None:
     more = {name: int8.device_bytes_of(name) - bf16.device_bytes_of(name) for name in MOMENTS}
     block_bytes = INT8_ROWS * 12_288 * 8
     loading = dict.fromkeys(("forward", "backward_restore", "backward_mlp"), block_bytes)
-    assert more == {"head": 0, "backward_attention": 0} | loading
+    assert more == {"head": 0, "backward_attention": 0, "backward_windows": 0} | loading
 
 
 N_HEADS, N_KEY_HEADS, HEAD_SIZE = 8, 2, 64
@@ -130,7 +132,7 @@ def allocating_backend() -> BlockBackends:
         return torch.empty(q.shape, dtype=q.dtype), torch.zeros(q.shape[1], q.shape[0])
 
     def backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        n_bytes = attention_workspace_bytes(q.shape[0], q.shape[1], k.shape[1], q.shape[2])
+        n_bytes = attention_workspace_bytes(k.shape[0], q.shape[1], k.shape[1], q.shape[2], n_queries=q.shape[0])
         workspace = torch.empty(n_bytes, dtype=torch.uint8)
         grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, k))
         del workspace  # freed last, as a kernel does
@@ -138,6 +140,28 @@ def allocating_backend() -> BlockBackends:
 
     backend = AttentionBackend("allocating", forward, backward)
     return BlockBackends(backend, backend)
+
+
+@pytest.mark.parametrize("n_key_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("windows", [1, 12])
+def test_windows_of_the_last_layer_hold_what_the_ledger_counts(n_key_heads: int, windows: int) -> None:
+    """Without a CPU's own copy of a part in float32 as it is added; that part is a block's, of up to all keys."""
+    n_tokens, row_bytes = 6000, N_HEADS * HEAD_SIZE * 2
+    rows = [
+        r for i in range(windows) for r in range(n_tokens)[(2 * i + 1) * n_tokens // (2 * windows) :][: 3000 // windows]
+    ]
+    queries = segments.scored_queries(segments.one_row(n_tokens), rows)
+    assert len(queries.windows or ()) == windows
+    q, k, v = random_qkv(n_tokens, N_HEADS, n_key_heads, HEAD_SIZE, torch.bfloat16)
+    out = torch.zeros(queries.n_rows, N_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+    lse = torch.zeros(N_HEADS, queries.n_rows)
+    held = peak_bytes(lambda: block_attention.backward(allocating_backend(), queries, out, q, k, v, out, lse, 0.1))
+    plan = uniform_plan("layer", 36, tile_tokens=8192, head_groups=1)
+    ledger = predict(SMALL | {"num_key_value_heads": n_key_heads}, n_tokens, plan, Setup(base="bf16"))
+    of = {row.component: row.device_bytes for row in ledger.rows if row.moment == "backward_windows"}
+    counted = of["group gradients"] + of["attention workspace"] + of["block gradients"] - queries.n_rows * row_bytes
+    cast_bytes = n_tokens * n_key_heads * HEAD_SIZE * 4
+    assert 0.6 * counted * (windows == 1) < held <= counted + cast_bytes
 
 
 LAYOUTS = {
