@@ -27,7 +27,8 @@ from engine.plan import MemoryPlan
 from engine.rope import depends_on_length
 from engine.scores import check_positions, split_head
 from engine.segments import WINDOW_GAP_TOKENS, one_row, packed_rows
-from engine.walk import Sequence, Walk, WalkFunction, adapters_in_effect, layer_linears, used_tensors
+from engine.unchanged import adapters_in_effect, layer_linears, used_tensors
+from engine.walk import Sequence, Walk, WalkFunction
 from schemas.errors import UserError
 
 PACK_TOKENS = 16_384
@@ -216,7 +217,7 @@ class LongContextScorer:
         keep=False: nothing is kept for backward, which runs the forward pass again.
         """
         layout, device = sequence.layout, sequence.input_ids_T.device
-        decoder = split_head(model)[0]
+        decoder, head = split_head(model)
         check_model(model, max(s.first_position + s.stop - s.start for s in layout.segments))
         if not layout.is_one_row and depends_on_length(decoder):
             raise UserError(
@@ -225,7 +226,7 @@ class LongContextScorer:
         used = {}
         if torch.is_grad_enabled():
             _check_trained(model)
-            used = used_tensors(decoder)
+            used = used_tensors(decoder, head.weight)  # type: ignore[arg-type]
         self.choose_backend(model, layout.n_tokens, device)
         assert self.backends is not None
         plan_for = self._plan_for if layout.is_one_row else self._packed_plan_for
@@ -234,6 +235,11 @@ class LongContextScorer:
             lambda: self._free_pool(device), chunk_positions=self._chunk_positions, gap_tokens=self._gap_tokens,
         )  # fmt: skip
         trained = [one.tensor for of_module in used.values() for one in of_module if one.trained]
+        if len({id(tensor) for tensor in trained}) < len(trained):
+            raise UserError(
+                "the long-context engine does not cover linears that share a LoRA matrix",
+                fix='set model.engine to "plain"',
+            )
         if not trained:
             with torch.no_grad():
                 return walk.forward(keep=False)

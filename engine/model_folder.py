@@ -80,6 +80,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with all fields: where it has none, what transformers takes, which differs between families."""
+    from transformers import AutoConfig
+
+    with quiet_transformers():
+        return json.loads(AutoConfig.for_model(**config).to_json_string(use_diff=False))
+
+
 def is_quantized(config: dict[str, Any]) -> bool:
     """Whether the stored weights are those of a quantisation method, whose names and shapes only that method knows."""
     parts = [config, config.get("text_config")]

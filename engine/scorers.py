@@ -39,7 +39,7 @@ from engine.host_memory import host_limits
 from engine.layers import PACK_TOKENS, LongContextScorer, uncovered
 from engine.loading import adapter_config
 from engine.memory import ALL_LINEARS, GIB, Ledger, Setup
-from engine.model_folder import read_json
+from engine.model_folder import AGAIN, read_json, reading, with_defaults
 from engine.plan import MemoryPlan
 from engine.scores import Scorer, token_logprobs
 from schemas.config import LoraConfig, ModelConfig, OptimizerConfig
@@ -239,11 +239,14 @@ def open_engine(
     """
     config_path = Path(spec.model.path) / "config.json"
     config: dict[str, Any] = read_json(config_path) if config_path.is_file() else {}
+    covered = config.get("model_type") in LONG_CONTEXT_FAMILIES
+    if covered:
+        with reading("transformers does not take it", config_path, AGAIN):
+            config = with_defaults(config)
     branches.check(names, _vocab_size(config))
     rows, n_tokens, n_scored = branches.row_of, branches.column("n_tokens"), branches.column("n_scored")
     longest = max(n_tokens[rows[name]] for name in names)
     lora = _lora_of(spec)
-    covered = config.get("model_type") in LONG_CONTEXT_FAMILIES
     problem = long_context_problem(spec.base, config, lora, longest, trains=optimizer is not None)
     name, why = choose_engine(spec.base, problem, longest, on_gpu=group.device.type == "cuda")
     budget = budget or measured_budget(spec.base, group)

@@ -9,7 +9,8 @@ sees every token of a branch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,11 @@ from engine.block_attention import BlockBackends
 from engine.head import head_logprobs
 from engine.layer_backward import LayerBackward
 from engine.layer_forward import LayerForward
-from engine.linears import base_linear
-from engine.memory import ALL_LINEARS
 from engine.offload import HostPool, Kept, Transfers, slot_bytes
 from engine.plan import MemoryPlan, kept_shapes
 from engine.scores import split_head
 from engine.segments import Layout, Queries, all_queries, scored_queries
+from engine.unchanged import Used, check_unchanged, used_tensors
 from engine.workspace import LayerActivations, Workspace
 
 
@@ -35,6 +35,17 @@ class Sequence(NamedTuple):
     layout: Layout
     before_P: Tensor
     targets_P: Tensor
+
+
+def _in_own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Without autocast, which would round what the walk computes in its weights' dtype, in the pass it is on for."""
+
+    @functools.wraps(method)
+    def run(walk: Walk, *arguments: Any, **options: Any) -> Any:
+        with torch.autocast(walk.transfers.device.type, enabled=False):
+            return method(walk, *arguments, **options)
+
+    return run
 
 
 class Walk:
@@ -116,6 +127,7 @@ class Walk:
         self.kept, self.scratch, self.scratch_inputs = [], LayerActivations(), []
         self._pool.release_owner()
 
+    @_in_own_dtypes
     def forward(self, *, keep: bool) -> Tensor:
         """logp_P. keep: what backward needs stays; without it, backward runs the forward pass again."""
         walk = LayerForward(*self._workspace())
@@ -140,6 +152,7 @@ class Walk:
         )  # fmt: skip
         return logp_P
 
+    @_in_own_dtypes
     def backward(self, grad_P: Tensor) -> dict[int, Tensor]:
         """LoRA gradients by id of their parameter, given d(loss)/d(logp_P). Frees what forward kept."""
         if self._finished:
@@ -208,73 +221,6 @@ class Walk:
         self.scratch.lse += slots.lse
 
 
-class Used(NamedTuple):
-    """A tensor that both passes read, as it was then; of LoRA matrices also what they are scaled by."""
-
-    tensor: Tensor
-    version: int
-    scaling: float
-    trained: bool
-
-
-def layer_linears(decoder: Any) -> Iterator[tuple[str, Any]]:
-    """Every linear of the layers, or the peft layer in its place, by its name in the decoder."""
-    for index, layer in enumerate(decoder.layers):
-        for block, names in (("self_attn", ALL_LINEARS[:4]), ("mlp", ALL_LINEARS[4:])):
-            owner = getattr(layer, block)
-            for name in names:
-                yield f"layers.{index}.{block}.{name}", getattr(owner, name)
-
-
-def adapters_in_effect(module: Any) -> list[str]:
-    """Names of the adapters by which a peft layer now differs from its base layer."""
-    if module.disable_adapters or module.merged:
-        return []
-    parts = module.adapter_layer_names
-    return [name for name in module.active_adapters if any(name in getattr(module, part) for part in parts)]
-
-
-def used_tensors(decoder: Any) -> dict[str, list[Used]]:
-    """What a walk reads, in both passes, of every linear and norm of the layers. Cheap: asked for at every call.
-
-    Changes through `.data` are not seen: they leave the version as it was.
-    """
-
-    def used(tensor: Tensor, scaling: float = 1.0) -> Used:
-        return Used(tensor, 0 if tensor.is_inference() else tensor._version, scaling, tensor.requires_grad)
-
-    found: dict[str, list[Used]] = {}
-    for name, module in layer_linears(decoder):
-        base = base_linear(module)
-        found[name] = [used(tensor) for tensor in (base.weight, base.bias) if tensor is not None]
-        for adapter in adapters_in_effect(module) if base is not module else ():
-            pair = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-            found[name] += [used(matrix, module.scaling[adapter]) for matrix in pair]
-    for index, layer in enumerate(decoder.layers):
-        attn = layer.self_attn
-        norms = [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [getattr(attn, name) for name in ("q_norm", "k_norm") if hasattr(attn, name)]
-        found[f"a norm of layers.{index}"] = [used(norm.weight) for norm in norms]
-    return found
-
-
-def _change(before: list[Used], now: list[Used]) -> str | None:
-    """What happened to one module since; None: nothing that matters to the gradient."""
-    if len(before) != len(now) or any(old.tensor is not new.tensor for old, new in zip(before, now, strict=True)):
-        return "has other weights or adapters (switched, merged or disabled)"
-    pairs = list(zip(before, now, strict=True))
-    if any((old.version, old.scaling) != (new.version, new.scaling) for old, new in pairs):
-        return "was changed in place"
-    return "was frozen" if any(old.trained and not new.trained for old, new in pairs) else None
-
-
-def _check_unchanged(before: dict[str, list[Used]], now: dict[str, list[Used]]) -> None:
-    """RuntimeError where backward would not differentiate what forward computed: autograd sees nothing of it."""
-    for name, used in before.items():
-        if what := _change(used, now[name]):
-            raise RuntimeError(f"{name} {what} between forward and backward of the long-context engine")
-
-
 class WalkFunction(torch.autograd.Function):
     """logp_P of a walk as one function of the LoRA parameters, those among what it used that are trained."""
 
@@ -286,6 +232,6 @@ class WalkFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _check_unchanged(ctx.used, used_tensors(ctx.walk.decoder))
+        check_unchanged(ctx.used, used_tensors(ctx.walk.decoder, ctx.walk.head_weight))
         grads = ctx.walk.backward(grad_outputs[0])
         return (None, None, None, *(grads.get(key) for key in ctx.keys))

@@ -159,6 +159,14 @@ def _replace_norm(model: Any) -> None:
     norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
 
 
+def _grow(find: Callable[[Any], torch.nn.Parameter]) -> Callable[[Any], Any]:
+    def change(model: Any) -> None:
+        with torch.no_grad():
+            find(model.get_base_model()).mul_(2)
+
+    return change
+
+
 CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "switched": ("q_proj has other", lambda model: model.set_adapter("second")),
     "both": ("q_proj has other", lambda model: model.base_model.set_adapter(["default", "second"])),
@@ -167,6 +175,9 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "weights": (r"layers.1.mlp.up_proj was changed in place", _double),
     "scaling": (r"layers.1.mlp.up_proj was changed in place", _rescale),
     "norm": ("norm of layers.1 has other", _replace_norm),
+    "embedding": ("the embedding was changed in place", _grow(lambda base: base.model.embed_tokens.weight)),
+    "last norm": ("the last norm was changed in place", _grow(lambda base: base.model.norm.weight)),
+    "head": ("the head was changed in place", _grow(lambda base: base.lm_head.weight)),
 }
 
 
@@ -179,6 +190,27 @@ def test_a_model_changed_between_forward_and_backward_is_refused(name: str) -> N
     with pytest.raises(RuntimeError, match=f"{match}.* between forward and backward"):
         total.backward()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_linears_that_share_a_lora_matrix_are_refused() -> None:
+    """Autograd would add the last layer's part of its gradient for each of them."""
+    model = adapted(LoraConfig(r=2, target_modules=LINEARS))
+    first, second = (layer.mlp.up_proj.lora_A["default"] for layer in model.get_base_model().model.layers[:2])
+    second.weight = first.weight
+    with pytest.raises(UserError, match="linears that share a LoRA matrix"):
+        walk()(model, *batch())
+
+
+def test_autocast_changes_nothing() -> None:
+    model = adapted(LoraConfig(r=2, target_modules=LINEARS)).float()
+    want_P = walk()(model, *batch())
+    want_P.sum().backward()
+    want = lora_gradients(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        got_P = walk()(model, *batch())
+    got_P.sum().backward()
+    assert got_P.equal(want_P)
+    assert all(grad.equal(want[name]) for name, grad in lora_gradients(model).items())
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from engine import evaluate, loading, preference, scorers, sft
 from engine.attention import BACKENDS
 from engine.budget import Budget, choose_engine, scoring_plan, training_plan, window_of
-from engine.choose import longest_branch
+from engine.choose import longest_branch, sized_plans
 from engine.collectives import Group
 from engine.data import BranchTable
 from engine.layers import PACK_TOKENS, LongContextScorer
@@ -245,6 +245,17 @@ def test_packs_and_pairs_are_planned_with_their_blocks(spec: TrainSpec) -> None:
     assert found[0] < found[-1] == PACK_TOKENS
 
 
+def test_fields_that_a_config_does_not_have_are_planned_as_the_family_takes_them(spec: TrainSpec) -> None:
+    path = Path(spec.model.path) / "config.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in stored.items() if key != "head_dim"}))
+    spec, branches = with_engine(spec, "long_context"), BranchTable(spec.branches)
+    engine = open_engine(
+        spec, branches, ["good-3"], Group(), optimizer=OPTIMIZER, accumulating=False, budget=Budget(GIB, GIB)
+    )
+    assert engine.model_config["head_dim"] == 128  # qwen3's own, whatever the hidden size
+
+
 def test_longest_that_fits_is_named_and_fits() -> None:
     setup, budget = Setup(n_scored=4096), Budget(int(23.5 * GIB), 110 * GIB)
     with pytest.raises(UserError, match=r"the longest that fits is ([\d,]+) tokens") as error:
@@ -252,6 +263,21 @@ def test_longest_that_fits_is_named_and_fits() -> None:
     longest = int(str(error.value).split("longest that fits is ")[1].split(" ")[0].replace(",", ""))
     assert longest > 131_072
     training_plan(QWEN3_8B, longest, setup, budget)
+
+
+def test_scoring_leaves_the_allocator_its_share() -> None:
+    plan, ledger = scoring_plan(QWEN3_8B, 65_536, Setup(), Budget(11 * GIB, 0))
+    exact = Budget(ledger.peak_device_bytes, 0)
+    assert scoring_plan(QWEN3_8B, 65_536, Setup(), exact)[0] != plan
+    assert scoring_plan(QWEN3_8B, 65_536, Setup(), Budget(int(exact.device_bytes / 0.97) + 1, 0))[0] == plan
+
+
+@pytest.mark.parametrize(("key_heads", "groups"), [(8, [1, 2, 4, 8]), (20, [1, 2, 4, 5]), (3, [1, 3]), (7, [1, 7])])
+def test_heads_are_grouped_by_what_divides_them(key_heads: int, groups: list[int]) -> None:
+    plans = sized_plans(QWEN3_8B | {"num_key_value_heads": key_heads}, 65_536, "layer_offload")
+    assert sorted({plan.head_groups for plan in plans}) == groups
+    assert {plan.tile_tokens for plan in plans} == {8192, 4096, 2048}
+    assert [plan.staged_qkv for plan in plans].count(True) == 3
 
 
 def test_scoring_needs_less_than_training() -> None:
