@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import importlib
 import importlib.util
@@ -41,6 +42,21 @@ if TYPE_CHECKING:
 LOCK_WAIT_S = 900.0
 """How long the ranks of an earlier start may take to end their step and save: a step of a long pair takes minutes."""
 
+_FREE_SPACE = "free some space and start again"
+_MAKE_WRITABLE = "make its folder writable, or copy the spec to one that is"
+_MOVE_AWAY = "something else lies in its place: move that away"
+_ADVICE = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EROFS: _MAKE_WRITABLE,
+    errno.EACCES: _MAKE_WRITABLE,
+    errno.EPERM: _MAKE_WRITABLE,
+    errno.ENOTDIR: _MOVE_AWAY,
+    errno.EISDIR: _MOVE_AWAY,
+    errno.EEXIST: _MOVE_AWAY,
+}
+"""What to do where the system refuses a file."""
+
 
 class ErrorRecord:
     """Context that leaves an error on disk before it ends the process, so that the launcher shows it and not its echo.
@@ -52,7 +68,6 @@ class ErrorRecord:
         self.path = path
 
     def __enter__(self) -> ErrorRecord:
-        self.path.unlink(missing_ok=True)
         return self
 
     def __exit__(
@@ -62,8 +77,9 @@ class ErrorRecord:
             return
         steps = "".join(traceback.format_exception(kind, error, trace))
         if isinstance(error, OSError):  # a full disk, a folder that is read only: the system's refusal, not a fault
-            place = error.filename or self.path.parent
-            kind, error = StageError, StageError(f"{place}: {error.strerror or error}")
+            place = error.filename2 or error.filename or self.path.parent
+            advice = f" ({_ADVICE[error.errno]})" if error.errno in _ADVICE else ""
+            kind, error = StageError, StageError(f"{place}: {error.strerror or error}{advice}")
         record = {
             "time": time.time(),
             "type": kind.__name__,

@@ -127,8 +127,13 @@ def test_an_error_meant_for_the_user_is_one_line(
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (OSError(errno.ENOSPC, "No space left on device", "/store/x"), "error: /store/x: No space left on device\n"),
-        (OSError(errno.ENOSPC, "No space left on device"), "error: {out}: No space left on device\n"),
+        (OSError(errno.ENOSPC, "Full", "/store/x"), "error: /store/x: Full (free some space and start again)\n"),
+        (OSError(errno.ENOSPC, "Full"), "error: {out}: Full (free some space and start again)\n"),
+        (
+            OSError(errno.EISDIR, "Is a directory", "a", None, "b"),
+            "error: b: Is a directory (something else lies in its place: move that away)\n",
+        ),
+        (OSError(errno.EIO, "Input/output error", "/store/x"), "error: /store/x: Input/output error\n"),
     ],
 )
 def test_what_the_system_refuses_is_one_line(
@@ -189,6 +194,19 @@ def test_what_an_earlier_start_finished_no_longer_counts_once_training_begins(
     monkeypatch.setattr(train, "_stage", killed)
     with pytest.raises(StageError, match="killed"):
         train._run(spec, Launch(), tmp_path, Stop())
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    """As where nothing can be written or removed, which root, who runs some tests, may do in a read-only folder."""
+    path = prepare(tmp_path / "run", simpo_spec(tmp_path / "inputs", CONFIG, n_pairs=3, n_heldout=0))
+    for name in ("error-rank0.json", "lock-rank0"):
+        (path.parent / name).mkdir()
+    command = [sys.executable, "-m", "engine.train", str(path)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        f"error: {path.parent / 'lock-rank0'}: Is a directory (something else lies in its place: move that away)\n"
+    )
 
 
 def test_an_error_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
