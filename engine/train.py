@@ -76,6 +76,8 @@ class ErrorRecord:
         if kind is None or error is None:
             return
         steps = "".join(traceback.format_exception(kind, error, trace))
+        if isinstance(error, KeyboardInterrupt):
+            kind, error = StageError, StageError("ended by a second Ctrl-C; what was saved before is whole")
         if isinstance(error, OSError):  # a full disk, a folder that is read only: the system's refusal, not a fault
             place = error.filename2 or error.filename or self.path.parent
             advice = f" ({_ADVICE[error.errno]})" if error.errno in _ADVICE else ""
@@ -93,6 +95,21 @@ class ErrorRecord:
         if isinstance(error, (UserError, StageError)):
             print(f"error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
             raise SystemExit(2 if isinstance(error, UserError) else 1)
+
+
+def _end_on_signal() -> None:
+    """While nothing is there to be saved: imports take seconds, and may catch whatever a handler raises.
+
+    It leaves no record: a rank that is ended because another one has failed is not the one to be shown.
+    """
+
+    def end(signum: int, frame: object) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, b"error: stopped on request before training began\n")
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
 
 
 def _stop_on_signal(stop: Stop) -> None:
@@ -228,6 +245,7 @@ def _stage(spec: TrainSpec, group: Group, out: Path, stop: Stop) -> TrainReport 
 
 
 def main() -> None:
+    _end_on_signal()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", type=Path, help="a TrainSpec as JSON; results are written to its folder")
     parser.add_argument("--stop-with-parent", action="store_true", help="stop when standard input closes")

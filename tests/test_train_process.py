@@ -155,15 +155,37 @@ def test_what_the_system_refuses_is_one_line(
         assert str(found) == said.removeprefix("error: ").rstrip()
 
 
-def test_first_ctrl_c_saves_and_the_second_ends() -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_imports_is_one_line(tmp_path: Path, signum: signal.Signals) -> None:
+    """The import of torch ends in a signal, and catches what it may raise."""
+    path = prepare(tmp_path / "run", simpo_spec(tmp_path / "inputs", CONFIG, n_pairs=3, n_heldout=0))
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "torch.py").write_text(
+        f"import os\ntry:\n    os.kill(os.getpid(), {signum:d})\nexcept BaseException:\n    pass\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "engine.train", str(path)],
+        cwd=REPOSITORY,
+        env=dict(os.environ) | {"PYTHONPATH": str(tmp_path / "modules")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (1, "error: stopped on request before training began\n")
+    assert not (path.parent / "error-rank0.json").exists()
+
+
+def test_first_ctrl_c_saves_and_the_second_ends(tmp_path: Path) -> None:
     script = (
-        "import os, signal, types; from engine import train; stop = types.SimpleNamespace(wanted=False);"
-        "train._stop_on_signal(stop); os.kill(os.getpid(), signal.SIGINT); print(stop.wanted, flush=True);"
-        "os.kill(os.getpid(), signal.SIGINT)"
+        "import os, signal, types; from pathlib import Path; from engine import train;"
+        "stop = types.SimpleNamespace(wanted=False);"
+        "train._stop_on_signal(stop); os.kill(os.getpid(), signal.SIGINT); print(stop.wanted, flush=True)\n"
+        f"with train.ErrorRecord(Path({str(tmp_path / 'error-rank0.json')!r})): os.kill(os.getpid(), signal.SIGINT)"
     )
     ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert ended.stdout == "asked to stop: saving at the end of this step\nTrue\n"
-    assert ended.stderr.endswith("KeyboardInterrupt\n")
+    assert ended.stderr == "error: ended by a second Ctrl-C; what was saved before is whole\n"
+    assert ended.returncode == 1
 
 
 def test_an_input_that_was_altered_since_the_spec_was_written_is_one_line(tmp_path: Path) -> None:
