@@ -1,8 +1,8 @@
 """The bases of the types that cross a boundary."""
 
-from typing import Any, Final
+from typing import Any, Final, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 
 class Frozen(BaseModel):
@@ -18,10 +18,18 @@ class Section(Frozen):
     """A part of the configuration, as a person types it.
 
     Kinds of value that no stage can use are refused in every field: each would end as an error of some library, hours
-    later. Numbers are finite, whole ones fit a seed and a tensor's size, text is neither empty nor holds a NUL.
+    later. Numbers are finite, whole ones fit a seed and a tensor's size, text is neither empty nor holds a NUL; and
+    nothing is taken for another type: "2" and true are no numbers, 1 is not true.
     """
 
-    model_config = ConfigDict(allow_inf_nan=False, str_min_length=1, str_max_length=4096)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, str_min_length=1, str_max_length=4096)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _lists_as_tuples(cls, value: Any, info: ValidationInfo) -> Any:
+        """TOML and JSON have no tuples."""
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        return tuple(value) if isinstance(value, list) and get_origin(wanted) is tuple else value
 
     @field_validator("*")
     @classmethod
