@@ -173,6 +173,21 @@ def _lock(out: Path, rank: int, stop: Stop) -> None:
             time.sleep(0.5)
 
 
+def _check_n_ranks(spec: TrainSpec, path: Path) -> None:
+    """Only pairs are dealt to ranks; in another stage each would do all of the work.
+
+    Raises:
+        UserError: several ranks were started for such a stage.
+    """
+    n_ranks = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    if spec.stage != "simpo" and n_ranks > 1:
+        raise UserError(
+            f"stage {spec.stage} is the work of one process, and {n_ranks} were started",
+            where=path,
+            fix="start it without torch.distributed.run",
+        )
+
+
 def _see_one_device() -> None:
     """One device a rank, decided before CUDA starts: a Trainer that sees several would use DataParallel.
 
@@ -253,9 +268,10 @@ def main() -> None:
     out = options.spec.resolve().parent
 
     with ErrorRecord(error_file(out, int(os.environ.get("RANK", "0")))):
-        _see_one_device()
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns of a CPU kernel it lacks
         spec = read_spec(options.spec)
+        _check_n_ranks(spec, options.spec)
+        _see_one_device()
         if spec.base.backend == "unsloth" and importlib.util.find_spec("unsloth") is not None:
             importlib.import_module("unsloth")  # it replaces parts of transformers and peft, so it comes before them
         if spec.base.deterministic:

@@ -95,6 +95,20 @@ def test_more_ranks_than_devices_are_shown_is_told(monkeypatch: pytest.MonkeyPat
         train._see_one_device()
 
 
+@pytest.mark.parametrize("stage", ["sft", "evaluate"])
+def test_only_pairs_are_dealt_to_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    pairs = simpo_spec(tmp_path / "inputs", CONFIG, n_pairs=3, n_heldout=0)
+    alone = pairs.model_copy(update={"stage": stage})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    train._check_n_ranks(alone, tmp_path)  # what torch.distributed.run did not set says nothing of ranks
+    monkeypatch.setenv("RANK", "1")
+    train._check_n_ranks(pairs, tmp_path)
+    with pytest.raises(UserError, match=f"stage {stage} is the work of one process, and 2 were started"):
+        train._check_n_ranks(alone, tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    train._check_n_ranks(alone, tmp_path)
+
+
 def test_signal_is_taken_when_nobody_reads_any_more() -> None:
     script = (
         "import os, signal, types; from engine import train; stop = types.SimpleNamespace(wanted=False);"
