@@ -173,6 +173,15 @@ def _lock(out: Path, rank: int, stop: Stop) -> None:
             time.sleep(0.5)
 
 
+def _check_sections(spec: TrainSpec, path: Path) -> None:
+    """Raises a UserError where a section that the stage reads is not given."""
+    for name in (spec.stage, "lora") if spec.stage == "sft" else (spec.stage,):
+        if getattr(spec, name) is None:
+            raise UserError(
+                f"stage {spec.stage} needs {name}, which is not given", where=path, fix="add it; {} takes every default"
+            )
+
+
 def _check_n_ranks(spec: TrainSpec, path: Path) -> None:
     """Only pairs are dealt to ranks; in another stage each would do all of the work.
 
@@ -252,11 +261,10 @@ def _stage(spec: TrainSpec, group: Group, out: Path, stop: Stop) -> TrainReport 
         from engine import preference
 
         return preference.train(spec, spec.simpo, group, out, stop)
-    if spec.stage == "evaluate" and spec.evaluate is not None:
-        from engine import evaluate
+    from engine import evaluate
 
-        return evaluate.evaluate(spec, spec.evaluate, group)
-    raise UserError(f"the spec has no section for its stage {spec.stage!r}", where="spec.json")
+    assert spec.evaluate is not None  # `_check_sections` has seen to it
+    return evaluate.evaluate(spec, spec.evaluate, group)
 
 
 def main() -> None:
@@ -270,6 +278,7 @@ def main() -> None:
     with ErrorRecord(error_file(out, int(os.environ.get("RANK", "0")))):
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns of a CPU kernel it lacks
         spec = read_spec(options.spec)
+        _check_sections(spec, options.spec)
         _check_n_ranks(spec, options.spec)
         _see_one_device()
         if spec.base.backend == "unsloth" and importlib.util.find_spec("unsloth") is not None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPOSITORY
@@ -21,6 +22,7 @@ from artifacts.finished import is_finished, mark_finished
 from engine import train
 from engine.collectives import Launch
 from engine.session import Stop
+from schemas.config import SftConfig
 from schemas.errors import StageError, UserError
 from tasks.rank_errors import root_cause
 
@@ -93,6 +95,24 @@ def test_more_ranks_than_devices_are_shown_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(UserError, match="shows 2 GPUs, and rank 2 needs one of its own"):
         train._see_one_device()
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ({"simpo": None}, "simpo needs simpo"),
+        ({"stage": "evaluate"}, "evaluate needs evaluate"),
+        ({"stage": "sft"}, "sft needs sft"),
+        ({"stage": "sft", "sft": SftConfig()}, "sft needs lora"),
+    ],
+)
+def test_a_section_that_the_stage_reads_is_not_given(tmp_path: Path, change: dict[str, Any], missing: str) -> None:
+    spec = simpo_spec(tmp_path / "inputs", CONFIG, n_pairs=3, n_heldout=0)
+    path = tmp_path / "own-spec.json"
+    train._check_sections(spec, path)
+    with pytest.raises(UserError) as raised:
+        train._check_sections(spec.model_copy(update=change), path)
+    assert str(raised.value) == f"{path}: stage {missing}, which is not given (add it; {{}} takes every default)"
 
 
 @pytest.mark.parametrize("stage", ["sft", "evaluate"])
