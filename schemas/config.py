@@ -6,7 +6,7 @@ A stage's cache key holds its own section and the digests of its inputs, so a fi
 from collections import Counter
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from schemas.base import Section
 
@@ -44,12 +44,14 @@ class ModelConfig(Section):
     gpu_gib: float | None = Field(
         default=None,
         gt=0,
+        le=4096,
         description="GPU memory that PyTorch may allocate; none given: what is free, less 1.0 for CUDA's libraries, "
         "2.2 with NCCL",
     )
     host_gib: float | None = Field(
         default=None,
         gt=0,
+        le=65_536,
         description="host memory all processes may pin, taken at its word; none given: 90 % of what is free",
     )
     deterministic: bool = Field(
@@ -67,8 +69,8 @@ class LoraConfig(Section):
     """The adapter, the same for both training stages."""
 
     r: int = Field(default=16, ge=1, le=1024)
-    alpha: float = Field(default=32.0, gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    alpha: float = Field(default=32.0, ge=1e-3, le=1e4)
+    dropout: float = Field(default=0.0, ge=0, le=0.9)
     target_modules: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
@@ -104,7 +106,7 @@ class RenderConfig(Section):
     loss_on: tuple[SpanKind, ...] = Field(
         default=("action", "turn_end"), min_length=1, description="span kinds that are scored"
     )
-    kind_weights: dict[SpanKind, NonNegativeFloat] = Field(
+    kind_weights: dict[SpanKind, Annotated[float, Field(ge=0, le=1e3)]] = Field(
         default_factory=dict, description="weight of a scored kind; 1 where not given"
     )
     turns: Literal["all", "calls", "text"] = Field(
@@ -151,13 +153,13 @@ class PairsConfig(Section):
 
 
 class OptimizerConfig(Section):
-    learning_rate: float = Field(default=1e-4, gt=0, le=1)
+    learning_rate: float = Field(default=1e-4, ge=1e-12, le=1)
     lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = "linear"
     warmup_share: float = Field(default=0.05, ge=0, lt=1)
     max_grad_norm: float = Field(
-        default=1.0, gt=0, description="global norm; in the SimPO stage that of the summed gradient"
+        default=1.0, ge=1e-6, le=1e9, description="global norm; in the SimPO stage that of the summed gradient"
     )
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
     optimizer: Literal["adamw_torch", "adamw_bnb_8bit"] = "adamw_torch"
 
 
@@ -167,10 +169,11 @@ class EarlyStopConfig(Section):
     patience_steps: int | None = Field(
         default=None, ge=1, description="end when the mean loss of this many steps is not below that of as many before"
     )
-    min_gain: float = Field(default=0.0, ge=0, description="by how much it must be below, in the loss's unit")
+    min_gain: float = Field(default=0.0, ge=0, le=1e3, description="by how much it must be below, in the loss's unit")
     max_kl: float | None = Field(
         default=None,
         gt=0,
+        le=1e3,
         description="preference stage: end above this KL to the start (nats a token)",
     )
 
@@ -217,13 +220,13 @@ class SimpoConfig(TrainingConfig):
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=0.5, description="dpo only: the share of labels taken to be wrong (conservative DPO)"
     )
-    beta: float = Field(default=2.0, gt=0)
+    beta: float = Field(default=2.0, ge=1e-6, le=1e3)
     gamma: float | None = Field(
-        default=None, ge=0, description="target margin, as in L = -log sigmoid(beta (a_c - a_r) - gamma)"
+        default=None, ge=0, le=1e3, description="target margin, as in L = -log sigmoid(beta (a_c - a_r) - gamma)"
     )
-    gamma_beta_ratio: float | None = Field(default=None, ge=0, description="gamma / beta, in gamma's place")
+    gamma_beta_ratio: float | None = Field(default=None, ge=0, le=1e3, description="gamma / beta, in gamma's place")
     cpo_alpha: float = Field(
-        default=0.0, ge=0, description="weight of an added SFT term on the chosen branch; 0: plain SimPO"
+        default=0.0, ge=0, le=1e3, description="weight of an added SFT term on the chosen branch; 0: plain SimPO"
     )
     plan: Literal["auto", "parallel", "sequential", "shared_prefix"] = Field(
         default="auto",
@@ -239,7 +242,7 @@ class SimpoConfig(TrainingConfig):
         default=None, ge=1, description="pairs per step at the start, falling linearly to `accumulation`"
     )
     accumulation_decay_share: float = Field(
-        default=0.5, gt=0, le=1, description="share of all pairs after which `accumulation` is reached"
+        default=0.5, ge=1e-6, le=1, description="share of all pairs after which `accumulation` is reached"
     )
     margin_pairs: int = Field(
         default=256, ge=1, description="at most so many pairs are scored for the margins before and after training"

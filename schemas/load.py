@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from schemas.config import RunConfig
 from schemas.errors import UserError
@@ -77,6 +78,13 @@ def _allowed(annotation: Any) -> str:
     return "a table"
 
 
+def _other_bound(crossed: Mapping[str, Any], field: FieldInfo) -> str:
+    """What a number that crossed one bound has to keep to as well: pydantic names just the crossed one."""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = [(word, getattr(item, name, None)) for item in field.metadata for name, word in words.items()]
+    return "".join(f" and {word} {bound:g}" for word, bound in bounds if bound not in (None, *crossed.values()))
+
+
 def _closest(wrong: str, known: Iterable[str]) -> str:
     match = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]}?" if match else ""
@@ -114,7 +122,11 @@ def _problem(error: Mapping[str, Any], root: type[BaseModel]) -> str:
             return f"{key or 'configuration'}: {error['ctx']['error']}"
         case _:
             field = owner.model_fields.get(str(location[-1])) if owner else None
-            expected = f"; expected {_allowed(field.annotation)}" if field and "_type" in error["type"] else ""
+            expected = ""
+            if field and "_type" in error["type"]:
+                expected = f"; expected {_allowed(field.annotation)}"
+            elif field and error["type"].startswith(("greater_than", "less_than")):
+                expected = _other_bound(error["ctx"], field)
             return f"{key}: {error['msg'].lower()}{expected}, got {_shown(error['input'])}"
 
 

@@ -34,7 +34,7 @@ def one_line(code: int, err: str, expected: str, exit_code: int = 2) -> None:
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("sft.epochs=-1", "greater than 0, got -1"),
+        ("sft.epochs=-1", "greater than 0 and at most 100000, got -1"),
         ("sft.epochs=nan", "finite number, got nan"),
         ("sft.epochs=inf", "finite number, got inf"),
         ("sft.epochs=1e300", "less than or equal to"),
