@@ -17,6 +17,7 @@ from transformers import PrinterCallback, TrainerState, TrainingArguments
 
 from engine import losses
 from engine.budget import window_of
+from engine.checkpoints import Checkpoints, resumed_step, start_from
 from engine.collectives import Group, compare_digests, join, tensor_digest
 from engine.cost import cost_model
 from engine.data import BranchTable, Pair, read_pairs
@@ -31,14 +32,11 @@ from engine.schedule import training_windows
 from engine.scorers import Engine, open_engine
 from engine.scores import Scorer, split_head
 from engine.session import (
-    Checkpoints,
     StepPrinter,
     Stop,
     curve,
     first_and_last_loss,
-    latest_checkpoint,
     peak_memory,
-    resumed_step,
     trainer_settings,
 )
 from engine.start_scores import branch_logprobs, load_logprobs, mean_margin, save_logprobs
@@ -138,7 +136,7 @@ def train(
     with memory_advice(engine, group) as watched:
         trainer = _load(spec, config, group, out, stop, engine, scorer or engine.scorer, branches, rows)
         watched.trainer = trainer
-        checkpoint = latest_checkpoint(out, spec.digest())
+        checkpoint = start_from(out, spec.digest(), group)
         if checkpoint is not None:
             trainer.meter.restore(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history)
         _compare_ranks(spec, trainer, checkpoint)

@@ -1,11 +1,10 @@
-"""What both training stages share: Trainer settings, checkpoints that are whole or absent, stopping, the log."""
+"""What both training stages share: Trainer settings, stopping, the log."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import resource
-import shutil
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,24 +14,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from artifacts.store import fsync, payload_digest, write_atomically
-from engine.collectives import Group, compare_digests, gather, tensor_digest
-from engine.health import check_finite
-from engine.loading import trainable_parameters
+from engine.checkpoints import not_written
+from engine.collectives import Group, gather
 from engine.monitor import AllocatorPeaks
 from engine.schedule import n_in_epochs
 from schemas.config import OptimizerConfig, Tracker
-from schemas.errors import StageError, UserError
+from schemas.errors import StageError
 from schemas.reports import TrainPoint
-
-COMPLETE_FILE = "complete"
-"""Beside a checkpoint's files: their digest, written last. A checkpoint without it is a torn one."""
-
-KEPT_CHECKPOINTS = 2
 
 
 @dataclass
@@ -141,17 +132,6 @@ def trainer_settings(
     }
 
 
-def _not_written(folder: Path, error: Exception) -> StageError:
-    shutil.rmtree(folder, ignore_errors=True)
-    why = str(error).splitlines()[0]
-    # by their words, since neither safetensors nor PyTorch, which only finds that it wrote less, has an error's number
-    full = any(word in why.lower() for word in ("space", "quota", "unexpected pos"))
-    advice = f"Free some space at {folder.parent}" if full else f"Look at {folder.parent}"
-    return StageError(
-        f"{folder.name} could not be written ({why}); what was saved before is whole. {advice} and start again"
-    )
-
-
 class StageTrainer(Trainer):
     """A Trainer whose first step trains, and whose failed save (a full disk) says so and leaves no torn folder.
 
@@ -178,55 +158,7 @@ class StageTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
             folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
-            raise _not_written(folder, error) from error
-
-
-class Checkpoints(TrainerCallback):
-    """Saves every `save_steps` steps and at the last one, whatever made it the last; only rank 0 writes.
-
-    Before a save the ranks compare their adapters, so a checkpoint never hides that they have drifted apart. To be
-    added after `EarlyStop`: both decide once a step is in the log.
-
-    Args:
-        run: digest of the spec, which a checkpoint belongs to.
-    """
-
-    def __init__(self, group: Group, model: nn.Module, out: Path, save_steps: int, stop: Stop, *, run: str) -> None:
-        self.group, self.model, self.out, self.save_steps, self.stop = group, model, out, save_steps, stop
-        self.run = run
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if "loss" not in (logs or {}):
-            return  # the summary after the last step
-        if self.stop.agreed:
-            control.should_training_stop = True
-        due = state.global_step % self.save_steps == 0 or state.global_step >= state.max_steps
-        if due or control.should_training_stop:
-            trained = trainable_parameters(self.model)
-            check_finite(trained, f"after step {state.global_step}")
-            digests = {name: tensor_digest(p) for name, p in trained.items()}
-            compare_digests(self.group, digests, f"in the adapter after step {state.global_step}")
-            control.should_save = self.group.rank == 0
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        checkpoint = self.out / f"checkpoint-{state.global_step}"
-        try:
-            for path in (*checkpoint.rglob("*"), checkpoint):  # before the older ones go: power may fail
-                fsync(path)
-            mark = f"{payload_digest(checkpoint)[0]} {self.run}"
-            write_atomically(self.out / f"{checkpoint.name}.{COMPLETE_FILE}", mark)
-        except OSError as error:
-            raise _not_written(checkpoint, error) from error
-        for old in _checkpoints(self.out)[:-KEPT_CHECKPOINTS]:
-            (self.out / f"{old.name}.{COMPLETE_FILE}").unlink(missing_ok=True)
-            shutil.rmtree(old)
+            raise not_written(folder, error) from error
 
 
 class StepPrinter(TrainerCallback):
@@ -246,39 +178,6 @@ class StepPrinter(TrainerCallback):
         if logs and "loss" in logs:
             with contextlib.suppress(BrokenPipeError):  # no reader is left: the run is about to be stopped for that
                 print(f"step {state.global_step}/{state.max_steps} {' '.join(values)}", flush=True)
-
-
-def _checkpoints(out: Path) -> list[Path]:
-    """Checkpoint folders, oldest first."""
-    return sorted(out.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
-
-
-def latest_checkpoint(out: Path, run: str | None = None) -> Path | None:
-    """The newest checkpoint that was written to its end and still is what was written; None without one.
-
-    Args:
-        run: digest of the spec that it has to belong to.
-
-    Raises:
-        UserError: it belongs to another one: its folder was given another spec.
-    """
-    for checkpoint in reversed(_checkpoints(out)):
-        mark = out / f"{checkpoint.name}.{COMPLETE_FILE}"
-        with contextlib.suppress(OSError, ValueError):  # no mark, or one that is damaged: the checkpoint does not count
-            content, its_run = mark.read_text().split()
-            if content != payload_digest(checkpoint)[0]:
-                continue
-            if run not in (None, its_run):
-                raise UserError(
-                    "the checkpoint belongs to another spec than spec.json beside it", where=checkpoint,
-                    fix="give each spec a folder of its own, or remove this one's checkpoints",
-                )  # fmt: skip
-            return checkpoint
-    return None
-
-
-def resumed_step(checkpoint: Path | None) -> int:
-    return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
 
 
 def curve(log_history: Sequence[Mapping[str, Any]]) -> tuple[TrainPoint, ...]:

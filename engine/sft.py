@@ -25,6 +25,7 @@ from transformers import PrinterCallback
 from trl.trainer.sft_config import SFTConfig as TrlSftConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from engine.checkpoints import Checkpoints, resumed_step, start_from
 from engine.collectives import Group, join
 from engine.cost import CostModel, cost_model
 from engine.data import Batch, BranchTable, EpochLoader, ShuffledBatches, collate, length_bucketed, padding_share
@@ -35,16 +36,13 @@ from engine.out_of_memory import memory_advice
 from engine.scorers import Engine, open_engine
 from engine.scores import Scorer
 from engine.session import (
-    Checkpoints,
     Meter,
     StageTrainer,
     StepPrinter,
     Stop,
     curve,
     first_and_last_loss,
-    latest_checkpoint,
     peak_memory,
-    resumed_step,
     trainer_settings,
 )
 from schemas.config import SftConfig
@@ -175,7 +173,7 @@ def train(
         checkpoints = Checkpoints(group, trainer.policy, out, config.save_steps, stop, run=spec.digest())
         for callback in (early_stop, checkpoints, StepPrinter(), *tracker_callbacks(spec, config.trackers)):
             trainer.add_callback(callback)
-        checkpoint = latest_checkpoint(out, spec.digest())
+        checkpoint = start_from(out, spec.digest(), group)
         if checkpoint is not None:
             trainer.meter.restore(
                 transformers.TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history

@@ -16,7 +16,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect_site import FINAL, Site, trainings, wait_for, write_config
 
 from artifacts.runs import read_runs
-from engine.session import latest_checkpoint
+from engine.checkpoints import latest_checkpoint
 from flows.deploy import POOL_LIMITS
 from schemas.runs import RunReport
 

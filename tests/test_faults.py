@@ -20,8 +20,9 @@ from training_inputs import make_adapter, make_model, make_tables, simpo_spec
 from artifacts.finished import mark_finished
 from artifacts.store import Store
 from engine import preference
+from engine.checkpoints import latest_checkpoint
 from engine.collectives import Group
-from engine.session import Stop, latest_checkpoint
+from engine.session import Stop
 from schemas.config import (
     EvaluateConfig,
     LoraConfig,

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from training_inputs import simpo_spec
 
 from engine import preference
+from engine.checkpoints import latest_checkpoint
 from engine.collectives import Group
-from engine.session import Stop, latest_checkpoint
+from engine.session import Stop
 from schemas.config import EarlyStopConfig
 from schemas.errors import StageError
 from schemas.reports import TrainReport

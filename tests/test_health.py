@@ -15,10 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_inputs import simpo_spec
 
 from engine import preference
+from engine.checkpoints import latest_checkpoint
 from engine.collectives import Group
 from engine.health import check_trackers, early_stop_reason, kl_to_start
 from engine.scores import token_logprobs
-from engine.session import Stop, latest_checkpoint
+from engine.session import Stop
 from engine.train import be_deterministic
 from schemas.config import EarlyStopConfig, OptimizerConfig, SftConfig, SimpoConfig
 from schemas.errors import StageError, UserError

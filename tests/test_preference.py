@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from preference_runs import BETA, CONFIG, GAMMA, train_here, with_plan
 from training_inputs import make_tables, simpo_spec
 
 from engine import preference
+from engine.checkpoints import latest_checkpoint
 from engine.losses import PairLoss
 from engine.scores import token_logprobs
-from engine.session import Stop, latest_checkpoint
+from engine.session import Stop
 from engine.start_scores import load_logprobs, save_logprobs
 from schemas.config import OptimizerConfig
 from schemas.errors import StageError, UserError
@@ -37,7 +39,7 @@ def test_margin_rises_and_clipping_acted(sequential: tuple[dict[str, torch.Tenso
 
 def test_last_partial_window_is_normalised_by_its_own_pairs(tmp_path: Path) -> None:
     """3 pairs in windows of 2: the second window holds one pair, and its loss is that pair's, not half of it."""
-    optimizer = OptimizerConfig(learning_rate=1e-30, warmup_share=0.0)
+    optimizer = OptimizerConfig(learning_rate=1e-12, warmup_share=0.0)
     config = CONFIG.model_copy(update={"epochs": 1, "accumulation": 2, "plan": "sequential", "optimizer": optimizer})
     spec = simpo_spec(tmp_path / "inputs", config, n_pairs=3, n_heldout=0)
     assert spec.pairs is not None
@@ -57,7 +59,7 @@ def test_epoch_is_the_share_of_pairs_seen(tmp_path: Path) -> None:
 
 def test_pair_weights_scale_their_loss(tmp_path: Path) -> None:
     config = CONFIG.model_copy(
-        update={"epochs": 1, "plan": "sequential", "accumulation": 1, "optimizer": OptimizerConfig(learning_rate=1e-30)}
+        update={"epochs": 1, "plan": "sequential", "accumulation": 1, "optimizer": OptimizerConfig(learning_rate=1e-12)}
     )
     plain = simpo_spec(tmp_path / "plain", config, n_pairs=3, n_heldout=0)
     _, weighted_pairs = make_tables(tmp_path / "weighted", n_pairs=3, n_heldout=0, weights=(0.5,))
@@ -177,6 +179,31 @@ def test_torn_checkpoint_is_passed_over(spec: TrainSpec, tmp_path: Path) -> None
     changed = config.model_copy(update={"beta": config.beta / 2})
     with pytest.raises(UserError, match=r"checkpoint-2: the checkpoint belongs to another spec than spec.json beside"):
         train_here(spec.model_copy(update={"simpo": changed}), tmp_path)
+
+
+def test_damaged_checkpoints_do_not_push_out_new_ones(
+    spec: TrainSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their numbers are higher than those of what is saved after them. Copies of other names are somebody's own."""
+    config = CONFIG.model_copy(update={"plan": "sequential", "epochs": 1, "accumulation": 2, "save_steps": 2})
+    train_here(spec.model_copy(update={"simpo": config}), tmp_path)
+    for name in ("checkpoint-2.bak1", "checkpoint-x7"):
+        shutil.copytree(tmp_path / "checkpoint-2", tmp_path / name)
+    (tmp_path / "checkpoint-4.complete").write_text("x")
+    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(StageError, match="stopped on request after step 1; a checkpoint was saved"):
+        train_here(spec.model_copy(update={"simpo": config}), tmp_path, stop=Stop(wanted=True))
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    assert newest.name == "checkpoint-1"
+    said = capsys.readouterr().out
+    assert "checkpoint-2 is not whole and was removed\ncheckpoint-4 is not whole and was removed\n" in said
+    assert "training starts over\n" in said
+    assert train_here(spec.model_copy(update={"simpo": config}), tmp_path)[1].resumed_from_step == 1
+    assert "training goes on from checkpoint-1\n" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.glob("checkpoint-*") if path.is_dir()} == {
+        "checkpoint-2", "checkpoint-4", "checkpoint-2.bak1", "checkpoint-x7",
+    }  # fmt: skip
 
 
 def test_adapter_that_is_no_number_any_more_is_never_a_checkpoint(spec: TrainSpec, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from preference_runs import (
 )
 from training_inputs import start_model
 
+from engine.checkpoints import latest_checkpoint
 from engine.data import Branch, BranchTable, read_pairs
 from engine.loading import trainable_parameters
-from engine.session import latest_checkpoint
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 
