@@ -74,7 +74,7 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
-        description="names of the linears that get an adapter",
+        description="names of the linears of the layers that get an adapter",
     )
 
     @field_validator("target_modules")
@@ -325,3 +325,11 @@ class RunConfig(Section):
     simpo: SimpoConfig = SimpoConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     promote: PromoteConfig = PromoteConfig()
+
+    @field_validator("lora")
+    @classmethod
+    def _within_the_layers(cls, lora: LoraConfig) -> LoraConfig:
+        """Asked of an adapter that is to be made: one that was made elsewhere may reach further and can be loaded."""
+        if outside := [name for name in lora.target_modules if name in ("embed_tokens", "lm_head")]:
+            raise ValueError(f"target_modules names linears of the layers, and {outside[0]} lies outside of them")
+        return lora

@@ -80,6 +80,8 @@ def test_unreadable_override_is_a_user_error(text: str) -> None:
         ("model.dtype=float16", "'float16' is not one of 'float32', 'bfloat16' or 'float64'; did you mean bfloat16?"),
         ("simpo={gamma=1, gamma_beta_ratio=1}", "simpo: give gamma or gamma_beta_ratio, not both"),
         ("lora.target_modules=['q_proj', 'q_proj']", "lora.target_modules: q_proj is named more than once"),
+        ("lora.target_modules=['q_proj', 'lm_head']", "lora: target_modules names linears of the layers, and lm_head"),
+        ("lora.target_modules=['embed_tokens']", "lora: target_modules names linears of the layers, and embed_tokens"),
         ("sft=1", "sft: input should be a valid dictionary"),
         (f"sft.seed.{'a.' * 5000}a=1", "got a value that is nested too deeply"),
         (f"sft.seed={'9' * 5000}", f"got '{'9' * 199}..."),

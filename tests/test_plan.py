@@ -159,7 +159,7 @@ def test_more_pairs_than_can_be_dealt_are_said() -> None:
         ("--set lora.dropout=0.1", "lora.dropout: the long-context engine, whose memory alone is predicted, does not"),
         ("--set lora.dropout=0.1 --set model.engine=long_context", "does not cover LoRA dropout (0.1) (set it to 0)"),
         ('--set lora.target_modules=["foo"]', "does not cover LoRA on foo (it takes q_proj, k_proj, v_proj, o_proj,"),
-        ('--set lora.target_modules=["embed_tokens"]', "lora.target_modules: the long-context engine"),
+        ('--set lora.target_modules=["qkv_proj"]', "lora.target_modules: the long-context engine"),
         ("--set lora.target_modules=[]", "lora.target_modules: tuple should have at least 1 item"),
         ("--set model.backend=unsloth", "model.backend: the memory of a model loaded by unsloth is not predicted"),
         (
