@@ -93,7 +93,7 @@ class ErrorRecord:
             if self.path.parent.is_dir():
                 write_atomically(self.path, json.dumps(record))
         if isinstance(error, (UserError, StageError)):
-            print(f"error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")  # in one piece, as other ranks write there too
             raise SystemExit(2 if isinstance(error, UserError) else 1)
 
 
