@@ -6,6 +6,7 @@
 
 import errno
 import json
+import logging
 import os
 import sqlite3
 import sys
@@ -162,6 +163,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
         as_json = ctx.meta["json"]
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns of a CPU kernel it lacks
         try:
             return super().invoke(ctx)  # pyright: ignore[reportArgumentType]
         except UsageError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import DEMO, invoke
+from commands import DEMO, ended, invoke, started
 from conftest import REPOSITORY
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -207,3 +207,8 @@ def test_help_says_how_many_gpus() -> None:
 def test_a_fixed_order_of_sums_takes_memory() -> None:
     short: dict[str, Any] = {"tokens": 8192, "scored": 100, "gpu_gib": 10}
     assert planned(1, "model.deterministic=true", **short).longest_tokens < planned(1, **short).longest_tokens
+
+
+def test_a_prediction_is_all_that_is_said() -> None:
+    with started("plan", "--model", "tiny-qwen3", "--tokens", "2048") as process:
+        assert ended(process)[1] == ""
