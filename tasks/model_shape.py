@@ -157,10 +157,8 @@ def read_shape(model: str) -> tuple[str, ModelShape]:
         text = path.read_bytes()
     except (OSError, RuntimeError) as error:  # RuntimeError: no such user as in ~user
         reason = error.strerror if isinstance(error, OSError) else error
-        known = ", ".join(SHAPES)
-        raise UserError(
-            f"no readable model config ({reason})", where=path, fix=f"--model takes a folder, or {known}"
-        ) from error
+        fix = f"give --model a folder, or one of {', '.join(SHAPES)}, which need none"
+        raise UserError(f"no readable model config ({reason})", where=path, fix=fix) from error
     try:
         given = ModelShape.model_validate_json(text)  # first: a wrong type is told by field
         raw = json.loads(text)
