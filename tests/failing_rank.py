@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine import scorers, session, train
+from engine import checkpoints, scorers, train
 from engine.scores import token_logprobs
 
 SAVE_S = 3.0
@@ -31,13 +31,13 @@ def out_of_memory(rank: int) -> None:
 
 def slow_save(rank: int) -> None:
     """The store takes SAVE_S for the digest of a checkpoint."""
-    digest = session.payload_digest
+    digest = checkpoints.payload_digest
 
     def slow(path: Any) -> Any:
         time.sleep(SAVE_S)
         return digest(path)
 
-    session.payload_digest = slow
+    checkpoints.payload_digest = slow
 
 
 def killed_when_trained(rank: int) -> None:

@@ -274,7 +274,7 @@ def test_scoring_leaves_the_allocator_its_share() -> None:
 
 @pytest.mark.parametrize(("key_heads", "groups"), [(8, [1, 2, 4, 8]), (20, [1, 2, 4, 5]), (3, [1, 3]), (7, [1, 7])])
 def test_heads_are_grouped_by_what_divides_them(key_heads: int, groups: list[int]) -> None:
-    plans = sized_plans(QWEN3_8B | {"num_key_value_heads": key_heads}, 65_536, "layer_offload")
+    plans = sized_plans({**QWEN3_8B, "num_key_value_heads": key_heads}, 65_536, "layer_offload")
     assert sorted({plan.head_groups for plan in plans}) == groups
     assert {plan.tile_tokens for plan in plans} == {8192, 4096, 2048}
     assert [plan.staged_qkv for plan in plans].count(True) == 3
