@@ -91,6 +91,19 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def refusal(error: Exception, folder: Path) -> tuple[str, str]:
+    """Why a library's save into a folder failed, and what to do, each in one line.
+
+    By their words, since neither safetensors nor PyTorch, which only finds that it wrote less, has an error's number.
+    """
+    why = (str(error).splitlines() or ["no reason given"])[0]
+    if "unexpected pos" in why:
+        return "less was written than there was", f"Free some space at {folder}, or raise the limit on a file's size,"
+    if any(word in why.lower() for word in ("space", "quota")):
+        return why, f"Free some space at {folder}"
+    return why, f"Look at {folder}"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a small text file so that a reader sees the old or the new one, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from artifacts.store import fsync, payload_digest, write_atomically
+from artifacts.store import fsync, payload_digest, refusal, write_atomically
 from engine.collectives import Group, compare_digests, tensor_digest
 from engine.health import check_finite
 from engine.loading import trainable_parameters
@@ -31,10 +31,7 @@ _NAME = re.compile(r"checkpoint-\d+")
 def not_written(folder: Path, error: Exception) -> StageError:
     """What to say of a checkpoint whose save failed; its torn folder is removed."""
     shutil.rmtree(folder, ignore_errors=True)
-    why = str(error).splitlines()[0]
-    # by their words, since neither safetensors nor PyTorch, which only finds that it wrote less, has an error's number
-    full = any(word in why.lower() for word in ("space", "quota", "unexpected pos"))
-    advice = f"Free some space at {folder.parent}" if full else f"Look at {folder.parent}"
+    why, advice = refusal(error, folder.parent)
     return StageError(
         f"{folder.name} could not be written ({why}); what was saved before is whole. {advice} and start again"
     )

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from artifacts.store import fsync, write_atomically
+from artifacts.store import fsync, refusal, write_atomically
 from engine.model_folder import cause, reading
 from engine.weights import check_folder, check_loaded, counted
 from schemas.base import first_problem
@@ -279,6 +279,5 @@ def save_adapter(model: PeftModel, folder: Path, *, base_name: str, model_sha256
         fsync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise StageError(
-            f"the adapter could not be written ({cause(error)}). Free some space at {folder.parent} and start again"
-        ) from error
+        why, advice = refusal(error, folder.parent)
+        raise StageError(f"the adapter could not be written ({why}). {advice} and start again") from error
