@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.budget import LONG_CONTEXT_FAMILIES, window_of
 from engine.model_config import config_problem, rope_problem
-from engine.model_folder import quiet_transformers
+from engine.model_folder import with_defaults
 from schemas.base import first_problem
 from schemas.errors import UserError
 
@@ -117,15 +117,6 @@ class ModelShape(BaseModel):
         return str(rope.get("rope_type", rope.get("type", "default")))
 
 
-def _with_defaults(raw: dict[str, Any]) -> ModelShape:
-    """What transformers makes of a config.json: families differ in what a field that is not given means."""
-    from transformers import AutoConfig
-
-    with quiet_transformers():  # it warns of what is refused here in one line
-        config = AutoConfig.for_model(**raw)
-    return ModelShape.model_validate_json(config.to_json_string(use_diff=False))
-
-
 def _reason(error: Exception) -> str:
     """What transformers found wrong, as a short line without its wrapping."""
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
@@ -163,7 +154,7 @@ def read_shape(model: str) -> tuple[str, ModelShape]:
         given = ModelShape.model_validate_json(text)  # first: a wrong type is told by field
         raw = json.loads(text)
         problem = rope_problem(given.rope_scaling or given.rope_parameters or {})
-        shape = given if problem else _with_defaults(raw)
+        shape = given if problem else ModelShape.model_validate_json(json.dumps(with_defaults(raw)))
     except ValidationError as error:
         fix = OTHER_FAMILY if error.errors()[0]["type"] == "other_family" else FIX
         raise UserError(first_problem(error), where=path, fix=fix) from error
