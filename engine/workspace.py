@@ -174,11 +174,9 @@ class Workspace:
     def _attend(self, kept: LayerActivations, queries: Queries) -> Iterator[Tensor]:
         """Attention of every group from the raw q|k|v; outputs [Q, heads * E], kept where the plan says."""
         for index, (raw_TW, columns) in enumerate(self.qkv_store.groups(kept.staged_qkv, gradients=False)):
-            out_QHE, lse_HQ = (
-                block_attention.forward(  # q, k, v have no name here: the next group's would stand beside them
-                    self.backends, queries, *self._group_qkv(raw_TW, columns), self.scale
-                )
-            )
+            out_QHE, lse_HQ = block_attention.forward(
+                self.backends, queries, *self._group_qkv(raw_TW, columns), self.scale
+            )  # q, k, v get no name, which would hold them beside the next group's
             output_QC = out_QHE.reshape(queries.n_rows, -1)
             if kept.attention:
                 self.transfers.write(kept.attention[index], slice(None), output_QC)
