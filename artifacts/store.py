@@ -98,8 +98,8 @@ def refusal(error: Exception, folder: Path) -> tuple[str, str]:
     """
     why = (str(error).splitlines() or ["no reason given"])[0]
     if "unexpected pos" in why:
-        return "less was written than there was", f"Free some space at {folder}, or raise the limit on a file's size,"
-    if any(word in why.lower() for word in ("space", "quota")):
+        why = "less was written than there was"
+    if any(word in why.lower() for word in ("space", "quota", "too large", "less was written")):
         return why, f"Free some space at {folder}"
     return why, f"Look at {folder}"
 

@@ -4,7 +4,7 @@ Nothing here knows Prefect; `flows/` makes tasks and deployments of this list. S
 is asked for, so that a run whose stages are all cached starts quickly.
 """
 
-import ast
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -129,6 +129,9 @@ def _promote(request: PromoteRequest) -> Promoted:
     return promote(request.evaluated, request.candidate, request.promote, Store(request.store))
 
 
+_STAGE_VERSION = re.compile(r"^STAGE_VERSION(?:: Final)? = (\d+)$", re.MULTILINE)
+
+
 @dataclass(frozen=True)
 class Stage(Generic[RequestT, ResultT]):
     """One stage of the pipeline."""
@@ -149,19 +152,16 @@ class Stage(Generic[RequestT, ResultT]):
     def version(self) -> int:
         """STAGE_VERSION of the stage's module, raised by hand when its results change.
 
-        Read from the source text: importing the module may load a library of several seconds for a cached stage.
+        Read from the source text: importing the module may load a library of several seconds for a cached stage. Not
+        by `ast.parse`, which in CPython 3.11 fails now and then while another thread parses as well (seen with 3.11.7).
         """
         spec = find_spec(self.module)
         if spec is None or spec.origin is None:
             raise ModuleNotFoundError(self.module)
-        for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-            match node:
-                case (
-                    ast.Assign(targets=[ast.Name("STAGE_VERSION")], value=ast.Constant(int(version)))
-                    | ast.AnnAssign(target=ast.Name("STAGE_VERSION"), value=ast.Constant(int(version)))
-                ):
-                    return version
-        raise AttributeError(f"{spec.origin}: no STAGE_VERSION")
+        found = _STAGE_VERSION.search(Path(spec.origin).read_text(encoding="utf-8"))
+        if found is None:
+            raise AttributeError(f"{spec.origin}: no STAGE_VERSION")
+        return int(found[1])
 
 
 INGEST = Stage("ingest", "ingested", IngestRequest, Ingested, _ingest, "tasks.ingest", retries=1)

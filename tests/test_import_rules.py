@@ -1,11 +1,15 @@
 """The layout's rules: flows compose, tasks adapt, functions do; and nothing works while it is imported."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 
+import pytest
 from conftest import REPOSITORY
+
+from tasks.stages import ALL_STAGES
 
 PACKAGES = ("flows", "tasks", "schemas", "artifacts", "engine")
 FILES = sorted([REPOSITORY / "traceforge.py", *(p for name in PACKAGES for p in (REPOSITORY / name).rglob("*.py"))])
@@ -97,3 +101,18 @@ def test_flow_of_cached_stages_needs_neither_torch_nor_transformers() -> None:
 def test_no_flow_file_is_named_like_a_package() -> None:
     names = {path.stem for path in (REPOSITORY / "flows").glob("*.py")}
     assert not names & {"datasets", "evaluate", "tasks", "artifacts", "schemas", "engine", "torch", "prefect"}
+
+
+def test_versions_of_stages_are_those_of_their_modules() -> None:
+    for stage in ALL_STAGES:
+        assert stage.version() == importlib.import_module(stage.module).STAGE_VERSION
+
+
+def test_versions_are_read_while_other_threads_parse_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11.7 loses count of an `ast.parse` that another thread's comes between; a run had failed of it."""
+
+    def parse(*_: object, **__: object) -> None:
+        raise SystemError("AST constructor recursion depth mismatch (before=39, after=77)")
+
+    monkeypatch.setattr(ast, "parse", parse)
+    assert all(stage.version() > 0 for stage in ALL_STAGES)
