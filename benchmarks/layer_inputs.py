@@ -43,12 +43,10 @@ def of_modules(model: Any) -> Iterator[list[Tensor]]:
         inputs.append(positional[0].detach()[0].clone())
 
     decoder: Any = split_head(model)[0]
-    hooks = [layer.register_forward_pre_hook(record) for layer in decoder.layers]
-    try:
+    with contextlib.ExitStack() as hooks:  # a hook's handle removes it
+        for layer in decoder.layers:
+            hooks.enter_context(layer.register_forward_pre_hook(record))
         yield inputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
@@ -63,11 +61,7 @@ def led_through(model: Any, inputs: list[Tensor]) -> Iterator[None]:
         return hook
 
     decoder: Any = split_head(model)[0]
-    hooks = [
-        layer.register_forward_pre_hook(lead(input_TD)) for layer, input_TD in zip(decoder.layers, inputs, strict=True)
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer, input_TD in zip(decoder.layers, inputs, strict=True):
+            hooks.enter_context(layer.register_forward_pre_hook(lead(input_TD)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

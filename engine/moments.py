@@ -30,6 +30,7 @@ def _matrices_bytes(sizes: Dimensions) -> int:
 
 
 def moments_of(sizes: Dimensions, plan: MemoryPlan, setup: Setup, n_tokens: int) -> dict[str, dict[str, int]]:
+    """Device bytes of a branch of n_tokens: by moment, then by component."""
     unit, hidden = sizes.itemsize, sizes.hidden_size
     rows = min(plan.tile_tokens, n_tokens)
     n_tiles = -(-n_tokens // plan.tile_tokens)
