@@ -42,6 +42,7 @@ ONE_STEP = {"save_steps": 1}
 WALK = {"engine": "long_context"}
 CASES: dict[str, Case] = {
     "even-and-long": Case(seen_in_order(EVEN + LONG), host_gib=160),
+    "long": Case(seen_in_order([(81_851, 81_851)] * 5 + [(131_072, 131_072)] * 5), host_gib=160),
     "long-81851": Case([(81_851, 81_851)] * 5, host_gib=160),
     "long-131072": Case([(131_072, 131_072)] * 5, host_gib=160),
     "card-12gib": Case([(81_851, 81_851)], 1, simpo={"plan": "sequential"}, base={"gpu_gib": 11.5}, host_gib=56),
