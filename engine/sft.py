@@ -232,8 +232,7 @@ def _load(
     batches: list[list[int]],
 ) -> SpanSftTrainer:
     """The model with a fresh adapter in a trainer without callbacks; the ranks have met when it returns."""
-    if spec.lora is None:
-        raise StageError("the spec of an sft run has no lora section")
+    assert spec.lora is not None  # `engine.train` refuses such a spec
     base = load_base(spec.model, spec.base, group.device, engine.longest_tokens)
     join(group)
     model = new_adapter(base, spec.lora, config.seed)

@@ -4,7 +4,6 @@
 130 interrupted. Only results go to stdout; the rest to stderr.
 """
 
-import errno
 import json
 import logging
 import os
@@ -19,31 +18,13 @@ from pydantic import BaseModel
 from rich.console import Console
 from typer.core import TyperGroup
 
-from schemas.errors import ArtifactError, StageError, UserError
+from schemas.errors import ArtifactError, StageError, UserError, system_advice
 from schemas.requests import StageName
 from tasks.memory_files import is_damage
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 console = Console(stderr=True)
-
-_OTHER_DISK = "free some space, or choose a folder of another disk"
-_ADVICE = {
-    errno.ENOSPC: _OTHER_DISK,
-    errno.EDQUOT: _OTHER_DISK,
-    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
-    errno.EROFS: "choose a writable folder",
-    errno.EACCES: "run as the user who owns it, or change its permissions",
-    errno.ENOTDIR: "something else lies where a folder should",
-    errno.EISDIR: "a folder lies where a file should",
-    errno.EEXIST: "something else lies in its place",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EPERM: "run as the user who owns it, or change its permissions",
-    errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENOMEM: "free some memory",
-    errno.EIO: "look at the disk: it could not read or write",
-}
-"""What the system may refuse at any place that touches a file, and what to do; any other OSError is a bug."""
 
 
 def stage_names(given: list[str]) -> tuple[StageName, ...]:
@@ -129,7 +110,7 @@ def _refused_by_the_system(error: OSError | sqlite3.OperationalError) -> UserErr
     """What the person can do something about; None when the error is a bug of ours."""
     noted = next(iter(getattr(error, "__notes__", ())), "")  # by those who know where it was, as errors often do not
     if isinstance(error, OSError):
-        advice = _ADVICE.get(error.errno or 0)
+        advice = system_advice(error)
         return UserError(f"{error.strerror}", where=error.filename or noted, fix=advice) if advice else None
     if is_damage(error):
         return None

@@ -1,5 +1,6 @@
 """Errors that are meant for the person at the terminal."""
 
+import errno
 from collections.abc import Callable
 from functools import partial
 
@@ -26,3 +27,27 @@ class StageError(Exception):
 
 class ArtifactError(Exception):
     """A stored payload is missing, or is not what its reference says."""
+
+
+_OTHER_DISK = "free some space, or choose a folder of another disk"
+_SYSTEM_ADVICE = {
+    errno.ENOSPC: _OTHER_DISK,
+    errno.EDQUOT: _OTHER_DISK,
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+    errno.EROFS: "choose a writable folder",
+    errno.EACCES: "run as the user who owns it, or change its permissions",
+    errno.ENOTDIR: "something else lies where a folder should",
+    errno.EISDIR: "a folder lies where a file should",
+    errno.EEXIST: "something else lies in its place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EPERM: "run as the user who owns it, or change its permissions",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENOMEM: "free some memory",
+    errno.EIO: "look at the disk: it could not read or write",
+}
+"""What the system may refuse at any place that touches a file, and what to do."""
+
+
+def system_advice(error: OSError) -> str | None:
+    """What a person can do where the system refuses a file; None: nothing, the error is a fault of ours."""
+    return _SYSTEM_ADVICE.get(error.errno or 0)

@@ -161,13 +161,20 @@ def test_an_error_meant_for_the_user_is_one_line(
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (OSError(errno.ENOSPC, "Full", "/store/x"), "error: /store/x: Full (free some space and start again)\n"),
-        (OSError(errno.ENOSPC, "Full"), "error: {out}: Full (free some space and start again)\n"),
+        (
+            OSError(errno.ENOSPC, "Full", "/store/x"),
+            "error: /store/x: Full (free some space, or choose a folder of another disk)\n",
+        ),
+        (OSError(errno.ENOSPC, "Full"), "error: {out}: Full (free some space, or choose a folder of another disk)\n"),
         (
             OSError(errno.EISDIR, "Is a directory", "a", None, "b"),
-            "error: b: Is a directory (something else lies in its place: move that away)\n",
+            "error: b: Is a directory (a folder lies where a file should)\n",
         ),
-        (OSError(errno.EIO, "Input/output error", "/store/x"), "error: /store/x: Input/output error\n"),
+        (OSError(errno.ENXIO, "No such device", "/store/x"), "error: /store/x: No such device\n"),
+        (
+            OSError(errno.EIO, "Input/output error", "/store/x"),
+            "error: /store/x: Input/output error (look at the disk: it could not read or write)\n",
+        ),
     ],
 )
 def test_what_the_system_refuses_is_one_line(
@@ -261,7 +268,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert ended.stderr == (
-        f"error: {path.parent / 'lock-rank0'}: Is a directory (something else lies in its place: move that away)\n"
+        f"error: {path.parent / 'lock-rank0'}: Is a directory (a folder lies where a file should)\n"
     )
 
 
