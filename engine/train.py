@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 LOCK_WAIT_S = 900.0
 """How long the ranks of an earlier start may take to end their step and save: a step of a long pair takes minutes."""
 
+ORPHAN_S = 900.0
+"""How long a rank goes on after its launcher died, which is as long as a launcher that lives would have given it."""
+
 
 class ErrorRecord:
     """Context that leaves an error on disk before it ends the process, so that the launcher shows it and not its echo.
@@ -111,12 +114,18 @@ def _stop_on_signal(stop: Stop) -> None:
 
 
 def _stop_with_parent(stop: Stop) -> None:
-    """Stops when standard input closes: its other end is held by the launcher, so it closes when that dies."""
+    """Stops when standard input closes: its other end is held by the launcher, so it closes when that dies.
+
+    A rank that waits for one that hangs would never come to its stop, and nobody is left to end it: it ends itself, and
+    `torch.distributed.run` then kills the one that hangs.
+    """
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
         stop.wanted = True
+        time.sleep(ORPHAN_S)
+        os._exit(1)
 
     threading.Thread(target=wait, name="stop-with-parent", daemon=True).start()
 

@@ -75,6 +75,23 @@ def test_second_start_of_a_run_is_told_at_once_and_given_up_in_the_end(
     assert not late.exists(), "what the earlier start said as it ended would be taken for the error of this one"
 
 
+def test_rank_ends_itself_when_its_launcher_died_and_its_stop_never_comes() -> None:
+    """As one that waits in a collective for a rank that is frozen."""
+    waits = (
+        "import time, types; from engine import train; train.ORPHAN_S = 0.2;"
+        "train._stop_with_parent(types.SimpleNamespace()); print('up', flush=True); time.sleep(60)"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", waits], cwd=REPOSITORY, stdin=pipe, stdout=pipe) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"up\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(0.6)
+        assert rank.stdin is not None
+        rank.stdin.close()
+        assert rank.wait(30) == 1
+
+
 @pytest.mark.parametrize(
     ("shown", "rank", "seen"),
     [(None, "1", "1"), ("4,7", "1", "7"), ("GPU-1,GPU-2", "0", "GPU-1"), ("3", "1", "3"), ("", "1", "")],
