@@ -113,12 +113,21 @@ def new_adapter(base: PreTrainedModel, config: LoraConfig, seed: int) -> PeftMod
     """Wraps the base with a fresh LoRA: A drawn from `seed`, B zero, so the start equals the base.
 
     Raises:
-        UserError: the model has no layer of the names in `target_modules`, or one that takes no adapter.
+        UserError: the model has no layer of the names in `target_modules`, one that takes no adapter, or one that is
+            its embedding or its head (the schema knows these of Qwen and Llama; other families call them otherwise).
     """
     names = {name.rsplit(".", 1)[-1] for name, _ in base.named_modules()}
     missing = sorted(set(config.target_modules) - names)
     if missing:
         raise UserError(f"the model has no layer named {', '.join(missing)}", where="lora.target_modules")
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    outside = {name.rsplit(".", 1)[-1] for name, module in base.named_modules() if any(module is end for end in ends)}
+    if taken := sorted(outside & set(config.target_modules)):
+        raise UserError(
+            f"{taken[0]} is the model's embedding or head, outside of its layers",
+            where="lora.target_modules",
+            fix="name linears of the layers",
+        )
     torch.manual_seed(seed)
     peft_config = PeftLoraConfig(
         r=config.r,

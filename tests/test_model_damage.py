@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import file_size_limit
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from artifacts.store import Store
 from engine.loading import load_base, new_adapter, save_adapter
@@ -256,6 +257,14 @@ def test_a_layer_that_takes_no_adapter_is_one_line(folder: Path, target: str, ex
     with pytest.raises(UserError, match=f"lora.target_modules: .*{expected}") as error:
         new_adapter(base_of(folder), LoraConfig(target_modules=("q_proj", target)), 0)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("target", ["embed_in", "lm_head"])
+def test_lora_on_the_embedding_or_head_of_any_family_is_told(target: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", num_attention_heads=2, **sizes))
+    with pytest.raises(UserError, match=f"{target} is the model's embedding or head"):
+        new_adapter(model, LoraConfig(target_modules=("query_key_value", target)), 0)
 
 
 def test_full_disk_leaves_no_torn_adapter(folder: Path, tmp_path: Path) -> None:
