@@ -12,10 +12,11 @@ import psutil
 import pytest
 from conftest import REPOSITORY
 from prefect_site import FINAL, Site, trainings, wait_for, write_config
-from ui_pages import RAW_MARKUP, card, chromium, logs, run_graph
+from ui_pages import RAW_MARKUP, card, chromium, logs, run_graph, submit_form
 
 from artifacts.runs import read_runs
 from flows.deploy import POOL_LIMITS
+from schemas.config import RunConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -111,6 +112,20 @@ def test_second_run_is_cached_also_inline(site: Site) -> None:
     inline = site.command("traceforge", "run", str(site.config), "--json")
     assert inline.returncode == 0, inline.stderr
     assert [stage["outcome"] for stage in json.loads(inline.stdout)["stages"]] == ["cached"] * 7 + ["ran"]
+
+
+def test_form_in_the_browser_runs_what_it_shows(site: Site, screenshots: Path) -> None:
+    """What it sends is what was deployed, in the types that the configuration wants, but for the number typed."""
+    deployed = site.get("deployments/name/traceforge/full")
+    n_runs = len(site.flow_runs())
+    with chromium() as page:
+        base = site.url.removesuffix("/api")
+        submit_form(page, base, deployed["id"], "Min Pairs (Optional)", "2", screenshots / "form.png")
+    submitted = site.ended(site.flow_runs()[-1]["id"])
+    config = RunConfig.model_validate(submitted["parameters"]["config"])
+    assert config == RunConfig.model_validate(site.changed("promote.min_pairs=2"))
+    assert submitted["state_type"] == "COMPLETED"
+    assert len(site.flow_runs()) == n_runs + 1, "every stage that trains came from the cache"
 
 
 def test_night_without_news_says_so(site: Site) -> None:

@@ -75,3 +75,12 @@ def card(page: Page, base: str, artifact_id: str, expected: str, picture: Path) 
         "() => [...document.querySelectorAll('img[src^=\"data:image\"]')].map((image) => image.naturalWidth)"
     )
     return page.locator("main").first.inner_text(), widths
+
+
+def submit_form(page: Page, base: str, deployment_id: str, label: str, number: str, picture: Path) -> None:
+    """Opens the form of a deployment, which is filled in with its parameters, types one number and submits it."""
+    page.goto(f"{base}/v2/deployments/deployment/{deployment_id}/run")
+    page.get_by_label(label).fill(number)
+    page.screenshot(path=picture, full_page=True)
+    page.get_by_role("button", name="Submit").click()
+    page.wait_for_url(re.compile(r"tab=Runs"), timeout=TIMEOUT_MS)
