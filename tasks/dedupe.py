@@ -1,12 +1,16 @@
 """Near-duplicate runs of one task, by MinHash over the words of what the policy wrote and saw.
 
 Only runs with equal outcomes are compared: two nearly equal runs of which one failed are the best pair there is.
+datasketch is imported when it is asked for: it brings SciPy, which takes half a second.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from __future__ import annotations
 
-from datasketch import MinHash, MinHashLSH
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasketch import MinHash
 
 THRESHOLD = 0.9
 """Estimated Jaccard similarity from which on two runs count as one."""
@@ -27,6 +31,8 @@ def _shingles(messages: Iterable[dict[str, Any]]) -> Iterator[bytes]:
 
 def signature(messages: Iterable[dict[str, Any]]) -> MinHash:
     """MinHash of a run's messages (table rows): sets of 8 consecutive words."""
+    from datasketch import MinHash
+
     minhash = MinHash(num_perm=_PERMUTATIONS, seed=1)
     minhash.update_batch(set(_shingles(messages)))
     return minhash
@@ -37,6 +43,8 @@ def near_duplicates(signatures: Sequence[MinHash]) -> list[tuple[int, int]]:
 
     Similarity is estimated; at 128 permutations its standard error at 0.9 is 0.027.
     """
+    from datasketch import MinHashLSH
+
     index = MinHashLSH(threshold=THRESHOLD, num_perm=_PERMUTATIONS)
     repeats = []
     for number, minhash in enumerate(signatures):
