@@ -12,9 +12,7 @@ from schemas.config import RunConfig
 from schemas.errors import ArtifactError, UserError
 from schemas.inspection import InspectReport
 from tasks.export import Format, export
-from tasks.inspect import inspect_file
 from tasks.inspect_view import html_page, print_inspection
-from tasks.model import prepare_model
 
 
 def _require_file(path: Path, fix: str) -> None:
@@ -39,6 +37,9 @@ def look(
     Raises:
         UserError: the file or the model cannot be read, there is no such row, or the page cannot be written.
     """
+    from tasks.inspect import inspect_file  # these load transformers, which an export does not need
+    from tasks.model import prepare_model
+
     _require_file(file, "give a log file, or a trajectories, branches or pairs table")
     model = prepare_model(config.model, Store(config.store)).model
     report = inspect_file(
