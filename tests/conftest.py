@@ -1,9 +1,10 @@
 """What every test may ask for."""
 
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """So that no process is left alone with a long file at the end."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What its imports make lives to the end: looking through it for garbage, now and later, costs as much again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
