@@ -1,6 +1,5 @@
 """Runs the pipeline in this process: with the Prefect server that is configured, else with a private one."""
 
-import gc
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +38,6 @@ def run_inline(
     if not verbose:  # the display says it all; the API still gets every line
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     server = start_unless_configured(store / "prefect")
-    gc.disable()  # what imports make lives to the end: looking through it for garbage costs a quarter of their time
     import httpx  # all of these while the server boots
     from prefect.settings import (
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -49,8 +47,6 @@ def run_inline(
 
     from flows.full import traceforge
 
-    gc.freeze()
-    gc.enable()
     settings: dict[Any, Any] = {
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None
     }  # nobody watches an inline run; each costs a second
