@@ -3,6 +3,7 @@
 import json
 import os
 import pwd
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,7 +84,10 @@ def test_fifty_task_runs_lose_nothing(database: str, tmp_path: Path, request: py
         "PREFECT_API_URL": url,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
-    if database == "postgresql":
+    if database == "sqlite":
+        (tmp_path / "prefect").mkdir()
+        shutil.copy(request.getfixturevalue("prefect_database"), tmp_path / "prefect")
+    else:
         environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = request.getfixturevalue("postgres_url")
     log_path = tmp_path / "server.log"
     with log_path.open("wb") as log:
