@@ -196,14 +196,7 @@ class Site:
             process.wait(30)
 
     def stop(self) -> None:
-        """Workers in order, which end what they run; the server, whose data nobody wants any more, at once."""
-        server, *workers = self.processes
-        for process in workers:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        for process in workers:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.kill([process])
-        self.kill([server])
+        """All at once: no run is in progress any more, or its test has failed. A worker that has run flows does not
+        always end within 30 s of a SIGTERM."""
+        self.kill(self.processes)
+        wait_for(lambda: not trainings(self.folder), 60, "the end of the training processes")
