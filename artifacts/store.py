@@ -7,6 +7,7 @@ for names that move.
 import hashlib
 import json
 import os
+import resource
 import shutil
 import tempfile
 import uuid
@@ -100,7 +101,9 @@ def refusal(error: Exception, folder: Path) -> tuple[str, str]:
     if "unexpected pos" in why:
         why = "less was written than there was"
     if any(word in why.lower() for word in ("space", "quota", "too large", "less was written")):
-        return why, f"Free some space at {folder}"
+        is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+        limit = "Raise the limit on the size of a file (ulimit -f), or free" if is_limited else "Free"
+        return why, f"{limit} some space at {folder}"
     return why, f"Look at {folder}"
 
 

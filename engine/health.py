@@ -17,24 +17,31 @@ from schemas.errors import StageError, UserError
 from schemas.spec import TrainSpec
 
 
-def _first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The norm of all is asked first: asking each of hundreds of tensors on a GPU took 1 % of a step."""
+def _not_finite(tensors: Mapping[str, Tensor], what: str) -> str | None:
+    """Which tensor is not finite, or that their norm is not, though each of them is.
+
+    The norm of all is asked first: asking each of hundreds of tensors on a GPU took 1 % of a step. Clipping divides by
+    it, so that a gradient of infinite norm would become zero, and a step that trains nothing would pass for one.
+    """
     if torch.isfinite(torch.nn.utils.get_total_norm(list(tensors.values()))):
         return None
-    return next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+    if broken := next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None):
+        return f"{what}{broken} is not finite"
+    largest = max(tensors, key=lambda name: float(tensors[name].abs().max()))
+    return f"the norm of all is not finite, for {what}{largest} is too large"
 
 
 def check_finite(parameters: Mapping[str, nn.Parameter], when: str) -> None:
     """StageError naming the first parameter that is not finite, before it is saved as something to go on from."""
-    if name := _first_not_finite(parameters):
-        raise StageError(f"{name} is not finite {when}; what was saved before is whole")
+    if said := _not_finite(parameters, ""):
+        raise StageError(f"{said} {when}; what was saved before is whole")
 
 
 def check_gradients(parameters: Mapping[str, nn.Parameter], what: str) -> None:
     """StageError naming the first parameter whose gradient is not finite, before anything is stepped or saved."""
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    if name := _first_not_finite(gradients):
-        raise StageError(f"the gradient of {name} is not finite; training stopped at {what}")
+    if said := _not_finite(gradients, "the gradient of "):
+        raise StageError(f"{said}; training stopped at {what}")
 
 
 def check_scores(score_of: Mapping[str, float], whose: str) -> None:

@@ -96,12 +96,12 @@ class Ledger(BaseModel):
 
     def table(self) -> str:
         """The rows in MiB, one a line, with the sums below."""
-        lines = [f"{'moment':<20}{'component':<34}{'device MiB':>12}{'host MiB':>12}"]
+        lines = [f"{'moment':<20}{'component':<34}{'device MiB':>12} {'host MiB':>15}"]
         for row in self.rows:
             device, host = row.device_bytes / 2**20, row.host_bytes / 2**20
-            lines.append(f"{row.moment:<20}{row.component:<34}{device:>12,.1f}{host:>12,.1f}")
+            lines.append(f"{row.moment:<20}{row.component:<34}{device:>12,.1f} {host:>15,.1f}")
         device, host = self.peak_device_bytes / 2**20, self.host_bytes / 2**20
-        lines.append(f"{'peak':<20}{'at ' + self.peak_moment:<34}{device:>12,.1f}{host:>12,.1f}")
+        lines.append(f"{'peak':<20}{'at ' + self.peak_moment:<34}{device:>12,.1f} {host:>15,.1f}")
         return "\n".join(lines)
 
 

@@ -98,12 +98,12 @@ def _is_positive(value: object) -> bool:
 
 
 def stored_format(config: Any) -> str:
-    """How the weights of a model of this config are stored: none (as numbers), nf4, int8, or another method's name."""
+    """How the weights of a model of this config are stored: none (as numbers), nf4, fp4, int8, or a method's name."""
     stored = getattr(config, "quantization_config", None) or {}
     if not isinstance(stored, Mapping):
         stored = stored.to_dict()
     if stored.get("load_in_4bit"):
-        return "nf4"
+        return str(stored.get("bnb_4bit_quant_type", "fp4"))  # bitsandbytes' own default
     if stored.get("load_in_8bit"):
         return "int8"
     return str(stored.get("quant_method", "an unnamed method")) if stored else "none"

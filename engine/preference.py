@@ -41,7 +41,7 @@ from engine.session import (
 )
 from engine.start_scores import branch_logprobs, load_logprobs, mean_margin, save_logprobs
 from schemas.config import SimpoConfig
-from schemas.errors import StageError, UserError
+from schemas.errors import UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 
@@ -119,13 +119,18 @@ def train(
         scorer: None: that of the engine which the config asks for.
 
     Raises:
-        UserError: no training pair, a branch that does not fit, or an adapter of another model.
+        UserError: no training pair, a branch that does not fit, an adapter of another model, or an odd number of ranks
+            for plan parallel.
         StageError: a score, loss or gradient is not finite (names the pair), the ranks differ (names the tensor), a
             checkpoint could not be written, or a signal asked to stop (after a checkpoint was saved).
         PeerLostError: another rank died.
     """
     if config.plan == "parallel" and group.world_size % 2:
-        raise StageError(f"plan parallel needs an even number of ranks, got {group.world_size}")
+        raise UserError(
+            f"plan parallel needs an even number of ranks, and {group.world_size} were started",
+            where="simpo.plan",
+            fix="start an even number (simpo.n_processes, or --nproc-per-node by hand), or take another plan",
+        )
     check_trackers(config.trackers)
     branches = BranchTable(spec.branches)
     rows = read_pairs(spec.pairs, "train", branches) if spec.pairs else []

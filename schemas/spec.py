@@ -31,9 +31,11 @@ class TrainSpec(Frozen):
     simpo: SimpoConfig | None = None
     evaluate: EvaluateConfig | None = None
     reference_folder: str | None = Field(
-        default=None, description="where reference scores are kept between runs; None: in the working folder"
+        default=None,
+        min_length=1,
+        description="where reference scores are kept between runs; None: in the working folder",
     )
-    log_folder: str | None = Field(default=None, description="where TensorBoard files go; None: nowhere")
+    log_folder: str | None = Field(default=None, min_length=1, description="where TensorBoard files go; None: nowhere")
 
     @model_validator(mode="after")
     def _has_inputs(self) -> Self:

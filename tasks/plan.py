@@ -100,11 +100,11 @@ class BranchPlan(Frozen):
         dealt = f", the first {len(self.plans)} of them" if len(self.plans) < self.n_pairs else ""
         lines = [f"branch plan of a step of {self.n_pairs:,} pair(s){dealt}: {counts}"]
         for card in self.cards:
-            work = "; ".join(card.work) or "nothing"
-            lines.append(
-                f"  GPU {card.card}: {work} (busy {card.busy_share:.0%}, {card.peak_device_bytes / GIB:.2f} GiB on it, "
-                f"{card.host_bytes / GIB:.2f} GiB of the host)"
-            )
+            if not card.work:
+                lines.append(f"  GPU {card.card}: nothing of this step")
+                continue
+            took = f"{card.peak_device_bytes / GIB:.2f} GiB on it, {card.host_bytes / GIB:.2f} GiB of the host"
+            lines.append(f"  GPU {card.card}: {'; '.join(card.work)} (busy {card.busy_share:.0%}, {took})")
         return "\n".join(lines)
 
 

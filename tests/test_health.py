@@ -17,7 +17,7 @@ from training_inputs import simpo_spec
 from engine import preference
 from engine.checkpoints import latest_checkpoint
 from engine.collectives import Group
-from engine.health import check_trackers, early_stop_reason, kl_to_start
+from engine.health import check_gradients, check_trackers, early_stop_reason, kl_to_start
 from engine.scores import token_logprobs
 from engine.session import Stop
 from engine.train import be_deterministic
@@ -34,6 +34,15 @@ CONFIG = SimpoConfig(
 def train(spec: TrainSpec, out: Path, **options: Any) -> TrainReport:
     assert spec.simpo is not None
     return preference.train(spec, spec.simpo, Group(), out, Stop(), **options)
+
+
+def test_gradient_whose_norm_is_infinite_stops_training() -> None:
+    """Each of its elements is finite, and clipping by that norm would make all of them zero."""
+    small, large = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    small.grad, large.grad = torch.ones(2), torch.full((2,), 1e30)
+    check_gradients({"small": small}, "pair p")
+    with pytest.raises(StageError, match=r"^the norm .* gradient of large is too large; training stopped at pair p"):
+        check_gradients({"small": small, "large": large}, "pair p")
 
 
 def steps(*losses: float, **last: float) -> list[dict[str, float]]:
@@ -151,7 +160,10 @@ def test_full_disk_loses_no_checkpoint_and_the_run_goes_on_from_it(tmp_path: Pat
         return token_logprobs(model, *arguments)
 
     try:
-        with pytest.raises(StageError, match=r"checkpoint-4 could not be written .*; what was saved before is whole"):
+        whole_before = (
+            r"checkpoint-4 could not be written .*; what was saved before is whole. Raise .*\(ulimit -f\), or free"
+        )
+        with pytest.raises(StageError, match=whole_before):
             train(spec, tmp_path / "full", scorer=scorer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))

@@ -271,7 +271,7 @@ def test_full_disk_leaves_no_torn_adapter(folder: Path, tmp_path: Path) -> None:
     adapter = new_adapter(base_of(folder), LoraConfig(r=64), 0)
     with (
         file_size_limit(100_000),
-        pytest.raises(StageError, match=r"File too large.* Free some space at .* start again"),
+        pytest.raises(StageError, match=r"File too large.* Raise the limit .* or free some space at .* start again"),
     ):
         save_adapter(adapter, tmp_path / "adapter", base_name="tiny", model_sha256="0" * 64, stage="sft")
     assert not (tmp_path / "adapter").exists()

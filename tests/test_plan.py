@@ -45,6 +45,10 @@ def test_a_pair_on_two_cards_has_a_branch_on_each() -> None:
     assert "GPU 1: the rejected branch" in report.text()
 
 
+def test_a_card_without_work_is_said_to_have_none() -> None:
+    assert "\n  GPU 1: nothing of this step" in planned(2, plan="sequential", accumulation=1).text()
+
+
 def test_processes_share_the_hosts_memory() -> None:
     one, two = planned(1, plan="sequential"), planned(2, plan="parallel")
     assert two.host_limit_bytes * 2 == one.host_limit_bytes == 110 * GIB

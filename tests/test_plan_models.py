@@ -119,6 +119,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
             "model.quantization: the model's weights are stored quantised as gptq",
         ),
         (quantised(quant_method="mxfp4"), "stored quantised as mxfp4, planned for is nf4 (give a folder with weights"),
+        (quantised(quant_method="bitsandbytes", load_in_4bit=True), "stored quantised as fp4, planned for is nf4"),
         (quantised(quant_method="bitsandbytes", load_in_8bit=True), 'stored quantised as int8, .* (set it to "int8")'),
         (MISTRAL | {"sliding_window": 4096}, "--tokens: the long-context engine, whose memory alone is predicted, "),
         (MISTRAL, "a sliding window of 4,096 tokens"),  # which transformers takes where there is none
@@ -150,7 +151,7 @@ def test_a_model_that_cannot_be_planned_is_one_line(tmp_path: Path, config: obje
         | {"rope_theta": 1_000_000, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, "partial_rotary_factor": 1.0},
         QWEN3 | {"head_dim": 128, "hidden_size": 4098},
         layers("full_attention", sliding_window=100),
-        quantised(quant_method="bitsandbytes", load_in_4bit=True),
+        quantised(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     ],
 )
 def test_a_model_that_can_be_trained_is_planned(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -194,7 +195,8 @@ def test_mistral_attends_within_its_window_whatever_its_layer_types_say() -> Non
     ("stored", "expected"),
     [
         (None, "none"),
-        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, "nf4"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"}, "nf4"),
+        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, "fp4"),
         ({"load_in_8bit": True}, "int8"),
         ({"quant_method": "awq", "bits": 4}, "awq"),
         ({"bits": 4}, "an unnamed method"),

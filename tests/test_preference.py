@@ -114,6 +114,11 @@ def test_non_finite_pair_stops_before_any_save(spec: TrainSpec, tmp_path: Path, 
     assert latest_checkpoint(tmp_path) is None
 
 
+def test_plan_of_two_on_one_rank_is_bad_input(spec: TrainSpec, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"simpo.plan: plan parallel needs an even number of ranks, and 1 were started"):
+        train_here(with_plan(spec, "parallel"), tmp_path)
+
+
 def test_start_whose_score_is_not_finite_is_named(spec: TrainSpec, tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"branch (good|bad)-\d under the policy is nan"):
         train_here(with_plan(spec, "sequential"), tmp_path, scorer=lambda *a: token_logprobs(*a) * math.nan)
