@@ -37,14 +37,11 @@ MIX = log_uniform(24, 1024, 16_384)
 UNEVEN = log_uniform(24, 4096, 49_152)
 FEW_SHORT = log_uniform(10, 1024, 2048)
 EVEN = [(16_384, 16_384)] * 3 + [(32_768, 32_768)] * 3
-LONG = [(81_851, 81_851)] * 5 + [(131_072, 131_072)] * 3
+LONG = [(81_851, 81_851)] * 5 + [(131_072, 131_072)] * 5
 ONE_STEP = {"save_steps": 1}
 WALK = {"engine": "long_context"}
 CASES: dict[str, Case] = {
-    "even-and-long": Case(seen_in_order(EVEN + LONG), host_gib=160),
-    "long": Case(seen_in_order([(81_851, 81_851)] * 5 + [(131_072, 131_072)] * 5), host_gib=160),
-    "long-81851": Case([(81_851, 81_851)] * 5, host_gib=160),
-    "long-131072": Case([(131_072, 131_072)] * 5, host_gib=160),
+    "long": Case(seen_in_order(LONG), host_gib=160),
     "card-12gib": Case([(81_851, 81_851)], 1, simpo={"plan": "sequential"}, base={"gpu_gib": 11.5}, host_gib=56),
     "even-two": Case(seen_in_order(EVEN), simpo={"plan": "parallel"}, host_gib=59),
     "even-one": Case(seen_in_order(EVEN), 1, simpo={"plan": "sequential"}, host_gib=59),

@@ -1,7 +1,7 @@
 """The training stages on Qwen3-8B NF4 and two GPUs, started as the pipeline starts them, on made-up runs.
 
     python -m benchmarks.pairs_two_gpus prepare --folder F
-    python -m benchmarks.pairs_two_gpus run OUT.jsonl --folder F even-and-long mix-in-order mix-auto ...
+    python -m benchmarks.pairs_two_gpus run OUT.jsonl --folder F long mix-in-order mix-auto ...
     python -m benchmarks.pairs_two_gpus compare OUT.jsonl --folder F exact-two exact-one
 
 `benchmarks/pairs_two_gpus.sh` runs what is to be known, most wanted first, in one go.

@@ -25,5 +25,5 @@ run both.jsonl uneven-auto uneven-in-order even-two mix-auto mix-in-order fifty-
 CUDA_VISIBLE_DEVICES=0 run card0.jsonl shared-prefix &
 CUDA_VISIBLE_DEVICES=1 run card1.jsonl one-branch whole-again even-one &
 wait
-run both.jsonl long-81851 long-131072
+run both.jsonl long
 cat "$out"/card0.jsonl "$out"/card1.jsonl >> "$out/both.jsonl"

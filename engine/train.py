@@ -24,6 +24,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -221,15 +223,6 @@ def be_deterministic() -> None:
     filling.fill_uninitialized_memory = False  # it costs a pass; nothing here reads what it has not written
 
 
-def _collect_again() -> None:
-    """After the imports. What they made lives to the end, so it is not looked through again, at the end neither.
-
-    Collecting while modules are imported, and all of them once more at the end, took a third of a short run's CPU time.
-    """
-    gc.freeze()
-    gc.enable()
-
-
 def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport | EvalReport:
     import transformers
 
@@ -257,26 +250,28 @@ def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport 
 
 def _stage(spec: TrainSpec, group: Group, out: Path, stop: Stop) -> TrainReport | EvalReport:
     """Runs the spec's stage; only that stage's own module is imported, since each takes seconds."""
+    work: Callable[[], TrainReport | EvalReport]
     if spec.stage == "sft" and spec.sft is not None:
         from engine import sft
 
-        _collect_again()
-        return sft.train(spec, spec.sft, group, out, stop)
-    if spec.stage == "simpo" and spec.simpo is not None:
+        work = partial(sft.train, spec, spec.sft, group, out, stop)
+    elif spec.stage == "simpo" and spec.simpo is not None:
         from engine import preference
 
-        _collect_again()
-        return preference.train(spec, spec.simpo, group, out, stop)
-    from engine import evaluate
+        work = partial(preference.train, spec, spec.simpo, group, out, stop)
+    else:
+        from engine import evaluate
 
-    _collect_again()
-    assert spec.evaluate is not None  # `_check_sections` has seen to it
-    return evaluate.evaluate(spec, spec.evaluate, group)
+        assert spec.evaluate is not None  # `_check_sections` has seen to it
+        work = partial(evaluate.evaluate, spec, spec.evaluate, group)
+    gc.freeze()  # what the imports made lives to the end: it is not looked through again, at the end neither
+    gc.enable()
+    return work()
 
 
 def main() -> None:
     _end_on_signal()
-    gc.disable()  # until all is imported, see `_collect_again`
+    gc.disable()  # until `_stage` has imported all: collecting meanwhile took a third of a short run's CPU time
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", type=Path, help="a TrainSpec as JSON; results are written to its folder")
     parser.add_argument("--stop-with-parent", action="store_true", help="stop when standard input closes")
