@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,13 @@ def merged(
     }
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lines", type=Path)
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--note", required=True, help="what a reader of the numbers has to know")
     parser.add_argument("--shared", action="store_true", help="the machine did something else at the same time")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args(words)  # cases may stand behind the options
     lines = [json.loads(line) for line in options.lines.read_text().splitlines() if line.startswith("{")]
     results = merged(json.loads(RESULTS.read_text()), lines, options.cases, options.note, not options.shared)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -79,3 +79,17 @@ def test_results_are_merged_as_one_run() -> None:
     assert both["comparisons"] == [{"cases": ["two", "one"], "gradient_cosine": 0.12346, "commit": "b"}]
     with pytest.raises(ValueError, match="not measured: three"):
         pairs_results.merged(old, lines, ["one", "three"], "", True)
+
+
+def test_cases_are_named_behind_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, results = tmp_path / "out.jsonl", tmp_path / "results.json"
+    cases = [{"what": "case", "case": name} for name in ("one", "two")]
+    rows = [{"what": "machine", "time": "t", "commit": "c"}, *cases]
+    lines.write_text("\n".join(json.dumps(row) for row in rows))
+    results.write_text('{"runs": [], "comparisons": []}')
+    monkeypatch.setattr(pairs_results, "RESULTS", results)
+    pairs_results.main([str(lines), "--note", "a note", "--shared", "two"])
+    (run,) = json.loads(results.read_text())["runs"]
+    assert run["note"] == "a note"
+    assert not run["alone"]
+    assert run["cases"] == [{"case": "two"}]
