@@ -1,12 +1,20 @@
 """The record of each run, `runs/<run id>.json` in the store: what it used and made, kept up to date while it runs."""
 
+from datetime import datetime
 from pathlib import Path
+from uuid import uuid4
 
 from pydantic import ValidationError
 
 from artifacts.store import write_atomically
 from schemas.refs import STORE
 from schemas.runs import RunReport
+
+
+def run_id(name: str, started: datetime) -> str:
+    """Run ids sort by their start, which is how "newest" is meant everywhere: to the microsecond, since runs of which
+    all is cached begin within the same second."""
+    return f"{started:%Y%m%dT%H%M%S%f}-{name}-{uuid4().hex[:6]}"
 
 
 def write_run(report: RunReport) -> Path:

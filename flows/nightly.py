@@ -3,7 +3,6 @@
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
-from uuid import uuid4
 
 from prefect import State, flow
 from prefect.states import Completed
@@ -11,7 +10,7 @@ from prefect.states import Completed
 from artifacts.cards import run_card
 from artifacts.gc import collect
 from artifacts.locks import locked
-from artifacts.runs import read_runs
+from artifacts.runs import read_runs, run_id
 from artifacts.serializer import ArtifactSerializer
 from artifacts.store import Store
 from flows.full import traceforge
@@ -43,7 +42,7 @@ def nightly(
     def ended(status: RunStatus, message: str, inputs_sha256: str) -> State[RunReport]:
         now = datetime.now(UTC)
         report = RunReport(
-            run_id=f"{now:%Y%m%dT%H%M%S}-{config.name}-{uuid4().hex[:6]}",
+            run_id=run_id(config.name, now),
             name=config.name,
             store=str(store.root),
             status=status,

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
-from uuid import uuid4
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
@@ -13,7 +12,7 @@ from prefect.states import Cancelled
 
 from artifacts.cards import Card, card, run_card
 from artifacts.locks import in_use
-from artifacts.runs import write_run
+from artifacts.runs import run_id, write_run
 from artifacts.serializer import results_of
 from artifacts.store import Store
 from artifacts.summaries import summary
@@ -49,7 +48,7 @@ class Pipeline:
         self._start_s = time.monotonic()
         now = datetime.now(UTC)
         self.report = RunReport(
-            run_id=f"{now:%Y%m%dT%H%M%S}-{config.name}-{uuid4().hex[:6]}",
+            run_id=run_id(config.name, now),
             name=config.name,
             store=str(self.store.root),
             status="running",

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from artifacts.gc import collect, inventory
 from artifacts.locks import in_use, locked
-from artifacts.runs import read_runs
+from artifacts.runs import read_runs, run_id
 from flows.full import traceforge
 from flows.nightly import nightly
 from schemas.config import RunConfig
@@ -314,3 +315,10 @@ def test_nights_keep_the_newest_runs_only(config: RunConfig, fakes: FakeStages) 
     adapters = [payload for payload in inventory(Path(config.store)).payloads if payload.kind == "adapter"]
     assert {payload.path for payload in adapters} == {ref.path for ref in report.all_refs() if ref.kind == "adapter"}
     assert len(read_runs(Path(config.store))) == 1
+
+
+def test_run_ids_sort_by_start_within_a_second_and_behind_older_ones() -> None:
+    start = datetime(2026, 12, 1, 3, 0, 0, tzinfo=UTC)
+    ids = [run_id("demo", start + timedelta(milliseconds=5 * i)) for i in range(200)]
+    assert ids == sorted(ids)
+    assert ids[0] > "20261201T025959-demo-ffffff"  # as earlier versions wrote them, to the second
