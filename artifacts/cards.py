@@ -73,6 +73,11 @@ def _(result: Rendered) -> Card:
     markdown = md.page(
         f"**{report.n_branches:,} branches** with {report.n_tokens:,} tokens, of which {report.n_scored:,} are scored "
         f"({md.percent(report.n_scored / max(1, report.n_tokens))}). Chat template: {md.cell(report.template)}.",
+        f"**Branches beyond the {report.trained_positions:,} positions that the model was trained on: "
+        f"{report.n_beyond_positions:,}.** `rope_scaling` in its config.json may extend them; `render.max_tokens` "
+        "leaves such branches out."
+        if report.n_beyond_positions
+        else "",
         "### Runs kept at each length limit (tokens)",
         md.picture(charts.bars(report.kept_at_limit, x_label="tokens", y_label="runs"), "runs kept by length limit"),
         md.values("Branch lengths, before any was dropped", ("", "tokens"), report.length_tokens),

@@ -32,8 +32,11 @@ def _(result: Rendered) -> str:
     dropped = f"; {len(report.dropped)} dropped" if report.dropped else ""
     n_leaks = sum(report.n_leaks.values())
     leaks = f"; {n_leaks} training runs leak into the held-out side" if n_leaks else ""
+    beyond = ""
+    if report.n_beyond_positions:
+        beyond = f"; {report.n_beyond_positions} beyond the model's {report.trained_positions:,} positions"
     share = report.n_scored / max(1, report.n_tokens)
-    return f"{report.n_branches} branches, {report.n_tokens:,} tokens, {share:.1%} scored{dropped}{leaks}"
+    return f"{report.n_branches} branches, {report.n_tokens:,} tokens, {share:.1%} scored{dropped}{leaks}{beyond}"
 
 
 @summary.register

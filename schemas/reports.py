@@ -79,6 +79,8 @@ class RenderReport(Frozen):
     length_tokens: dict[str, int] = Field(description="min, p50, p90, max of branch lengths, before any is dropped")
     kept_at_limit: dict[str, int] = Field(description="how many runs each length limit would keep")
     template: str
+    trained_positions: int | None = Field(default=None, description="of the model, where its config.json names them")
+    n_beyond_positions: int = Field(default=0, description="branches kept that are longer than that")
     dropped: tuple[Dropped, ...] = ()
     n_leaks: dict[str, int] = Field(
         default={}, description="training runs that leak into the held-out side, by kind and text"

@@ -25,6 +25,7 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
+        "max_position_embeddings": 40_960,
         "tie_word_embeddings": False,
     },
     "tiny-qwen3": {
@@ -36,6 +37,7 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 32,
+        "max_position_embeddings": 131_072,
         "tie_word_embeddings": True,
     },
     "smollm2-135m": {
@@ -47,6 +49,7 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
         "head_dim": 64,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
 }

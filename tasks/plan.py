@@ -18,6 +18,7 @@ from schemas.errors import UserError
 from tasks.model_shape import SHAPES as SHAPES
 from tasks.model_shape import ModelShape, read_shape
 from tasks.plan_engine import check_engine
+from tasks.positions import trained_positions
 
 DEVICE_GIB: Final = 23.5
 HOST_GIB: Final = 64.0
@@ -125,14 +126,18 @@ class PlanReport(Frozen):
     policy: str
     branch_plan: BranchPlan
     ledger: Ledger
+    trained_positions: int | None = Field(description="of the model, where its config.json names them")
 
     def text(self) -> str:
+        trained, beyond = self.trained_positions, ""
+        if trained is not None and self.n_tokens > trained:
+            beyond = f"\nthe model was trained on {trained:,} positions: its rope_scaling may extend them"
         bound = "at least " if self.longest_tokens >= SEARCHED_TOKENS else ""
         return (
             f"{self.ledger.table()}\n\n{self.model}: a branch of {self.n_tokens:,} tokens, {self.n_scored:,} of them "
             f"scored, peaks at {self.peak_device_bytes / GIB:.2f} GiB on the device and {self.host_bytes / GIB:.2f} "
             f"GiB on the host;\nthe longest that fits is {bound}{self.longest_tokens:,} tokens\nengine {self.engine}\n"
-            f"{self.policy}\n{self.branch_plan.text()}"
+            f"{self.policy}\n{self.branch_plan.text()}{beyond}"
         )
 
 
@@ -283,4 +288,5 @@ def plan_memory(config: RunConfig, asked: PlanRequest, model: str = "") -> PlanR
         policy=policy_text(plan),
         branch_plan=branch_plan,
         ledger=ledger,
+        trained_positions=trained_positions(model_config),
     )

@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -21,6 +22,7 @@ from schemas.reports import Dropped, Leak, Rendered, RenderReport
 from schemas.tables import BRANCH_SCHEMA_VERSION, BRANCHES, SPAN_KINDS
 from tasks.leaks import COLUMNS, HeldOut
 from tasks.model import load_tokenizer
+from tasks.positions import folder_positions
 from tasks.render_engines import render_all
 from tasks.render_rows import RenderJob
 from tasks.templates import choose_source
@@ -44,6 +46,9 @@ class _Tally:
     n_scored: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
     by_split: Counter[str] = field(default_factory=Counter)
+    positions: int | None = None
+    """That the model was trained on."""
+    n_beyond: int = 0
     lengths: "array[int]" = field(default_factory=lambda: array("q"))
     dropped: list[Dropped] = field(default_factory=list)
     n_leaks: Counter[str] = field(default_factory=Counter)
@@ -52,7 +57,9 @@ class _Tally:
     def count(self, rows: pa.RecordBatch) -> None:
         """Takes in rows that are kept."""
         self.n_branches += rows.num_rows
-        self.n_tokens += int(rows["n_tokens"].to_numpy().sum())
+        lengths = rows["n_tokens"].to_numpy()
+        self.n_tokens += int(lengths.sum())
+        self.n_beyond += 0 if self.positions is None else int((lengths > self.positions).sum())
         self.n_scored += int(rows["n_scored"].to_numpy().sum())
         self.by_split.update(rows["split"].to_pylist())
         spans = rows["spans"].flatten()
@@ -133,7 +140,7 @@ def render(
             where=template.name,
             fix="take reasoning out of render.loss_on",
         )
-    n_runs, tally = trajectories.n_rows or 0, _Tally()
+    n_runs, tally = trajectories.n_rows or 0, _Tally(positions=folder_positions(Path(model.path)))
     on_done = None if progress is None else lambda n_done: progress(n_done, n_runs)
     with store.staging() as staging:
         waiting, path = staging / "rendered", staging / "branches.arrow"
@@ -164,6 +171,8 @@ def _report(tally: _Tally, template: str) -> RenderReport:
         length_tokens=quantiles(tally.lengths),
         kept_at_limit={name: sum(length <= limit for length in tally.lengths) for name, limit in LENGTH_LIMITS.items()},
         template=template,
+        trained_positions=tally.positions,
+        n_beyond_positions=tally.n_beyond,
         dropped=tuple(tally.dropped),
         n_leaks=dict(tally.n_leaks),
         leaks=tuple(tally.leaks),
