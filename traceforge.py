@@ -176,7 +176,9 @@ def plan(
     config: Annotated[
         Path, typer.Option(help="whose model, LoRA and optimiser sections count", show_default=str(TWO_GPU))
     ] = _HERE / TWO_GPU,
-    model: Annotated[str, typer.Option(help="qwen3-8b, or a folder with config.json; else the configuration's")] = "",
+    model: Annotated[
+        str | None, typer.Option(help="qwen3-8b, or a folder with config.json; else the configuration's")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="length of the branch")] = 81_920,
     scored: Annotated[
         int | None,
@@ -193,12 +195,17 @@ def plan(
     json: Json = False,
 ) -> None:
     """Predicts memory, component by component, and who does what. Reads a model's config alone; writes nothing."""
+    from schemas.errors import UserError
     from schemas.load import load_config
     from tasks.plan import plan_memory, plan_request
 
+    if model is not None and not model:
+        raise UserError("an empty name", where="--model", fix="give qwen3-8b, or a folder with config.json")
     loaded = load_config(config, set_)
     lengths = {"tokens": tokens, "scored": scored, "shared": shared}
-    report = plan_memory(loaded, plan_request(loaded, **lengths, gpu_gib=gpu_gib, host_gib=host_gib, gpus=gpus), model)
+    report = plan_memory(
+        loaded, plan_request(loaded, **lengths, gpu_gib=gpu_gib, host_gib=host_gib, gpus=gpus), model or ""
+    )
     emit(report, json, report.text())
 
 

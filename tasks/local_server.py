@@ -6,9 +6,11 @@ holds the other end, so the process ends with the caller however that ends, `kil
 
 import atexit
 import base64
+import errno
 import gc
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,6 +27,8 @@ from schemas.errors import UserError
 
 BOOT_LIMIT_S = 180.0
 STOP_LIMIT_S = 10.0
+DATABASE_BYTES = 8 << 20
+"""Of a new database with its journal; with less left on the disk that is why the API ended."""
 
 
 def _free_port() -> int:
@@ -69,11 +73,16 @@ class LocalServer:
         """Blocks until the API answers.
 
         Raises:
-            UserError: the process ended, or did not answer in time; it says the last line of its log.
+            OSError: the process ended on a full disk.
+            UserError: it ended otherwise, or did not answer in time; it says the last line of its log.
         """
         give_up = time.monotonic() + BOOT_LIMIT_S
         while time.monotonic() < give_up:
             if self.process.poll() is not None:
+                if (
+                    shutil.disk_usage(self.log.parent).free < DATABASE_BYTES
+                ):  # its log may be empty: that is full as well
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.log.parent))
                 raise UserError(f"the private Prefect API ended: {self._last_words()}", where=self.log)
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
@@ -84,10 +93,10 @@ class LocalServer:
         raise UserError(f"the private Prefect API did not answer within {BOOT_LIMIT_S:.0f} s", where=self.log)
 
     def _last_words(self) -> str:
-        """The last error in the log; where the disk is full, that alone says so."""
+        """The last error in the log."""
         lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
         errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-        return (errors or lines or ["nothing in its log, as on a full disk"])[-1]
+        return (errors or lines or ["nothing in its log"])[-1]
 
     def stop(self) -> None:
         """Ends the process; harmless when it has already ended."""

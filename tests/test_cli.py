@@ -45,6 +45,7 @@ def model_without_weights(folder: Path) -> str:
     [
         (["run", "nowhere.toml"], "nowhere.toml: no such configuration file"),
         (["run", "/nowhere/a.toml"], "no such configuration file (there is no .toml file in /nowhere)"),
+        (["plan", "--model", ""], "--model: an empty name (give qwen3-8b, or a folder with config.json)"),
         (["run", DEMO, "--set", "sft.epoch=1"], "sft.epoch: unknown key; did you mean epochs?"),
         (["run", DEMO, "--set", "source.paths=['/nowhere']"], "/nowhere"),
         (["run", DEMO, "--set", "source.paths=['{tmp}/empty']"], "{tmp}/empty"),

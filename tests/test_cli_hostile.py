@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from artifacts.gc import inventory
 from artifacts.store import Store
 from schemas.config import ModelConfig
 from schemas.errors import StageError
+from tasks.local_server import LocalServer
 from tasks.model import prepare_model
 
 
@@ -131,6 +133,16 @@ def test_private_api_that_cannot_start_says_why(samples: Path, tmp_path: Path) -
         _, err = ended(process, 2)
     one_line(2, err, "server.log: the private Prefect API ended: ")
     assert "file is not a database" in err
+
+
+def test_private_api_that_ends_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prefect.db").write_bytes(b"no database" * 1000)  # it ends, as it does where nothing can be written
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=4096))
+    server = LocalServer(tmp_path)
+    with pytest.raises(OSError, match="No space left") as caught:
+        server.wait_until_healthy()
+    assert caught.value.filename == str(tmp_path)
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):

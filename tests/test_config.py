@@ -1,11 +1,12 @@
 """Every configuration loads, and a wrong key is one line that says which, where and what else there is."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPOSITORY
 
-from schemas.config import RunConfig
+from schemas.config import RunConfig, SimpoConfig
 from schemas.errors import UserError
 from schemas.load import ConfigError, load_config, parse_override
 
@@ -139,3 +140,13 @@ def test_unreadable_file_is_a_user_error(tmp_path: Path, content: bytes | None) 
         load_config(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "beta"),
+    [({}, 2.0), ({"loss": "simpo"}, 2.0), ({"loss": "dpo"}, 0.1), ({"loss": "ipo", "beta": 2.0}, 2.0)],
+)
+def test_beta_that_is_not_given_is_that_of_the_loss(given: dict[str, Any], beta: float) -> None:
+    config = SimpoConfig(**given)
+    assert config.beta == beta
+    assert SimpoConfig.model_validate_json(config.model_dump_json()) == config
