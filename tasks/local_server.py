@@ -79,9 +79,7 @@ class LocalServer:
         give_up = time.monotonic() + BOOT_LIMIT_S
         while time.monotonic() < give_up:
             if self.process.poll() is not None:
-                if (
-                    shutil.disk_usage(self.log.parent).free < DATABASE_BYTES
-                ):  # its log may be empty: that is full as well
+                if shutil.disk_usage(self.log.parent).free < DATABASE_BYTES:  # its log then holds nothing
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.log.parent))
                 raise UserError(f"the private Prefect API ended: {self._last_words()}", where=self.log)
             try:
