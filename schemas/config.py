@@ -256,7 +256,7 @@ class SimpoConfig(TrainingConfig):
     @model_validator(mode="before")
     @classmethod
     def _beta_of_the_loss(cls, given: Any) -> Any:
-        """SimPO's is 20 times too steep for sums over thousands of tokens: most pairs would have no gradient."""
+        """SimPO's is meant for means: on sums over thousands of tokens it saturates the loss."""
         if isinstance(given, dict) and "beta" not in given and given.get("loss", "simpo") != "simpo":
             return given | {"beta": 0.1}
         return given
