@@ -247,17 +247,22 @@ def longest_branch(config: Mapping[str, Any], setup: Setup, *, device_bytes: int
     return LENGTH_STEP_TOKENS * _most(limit, lambda n: n == 0 or _exists(config, n * LENGTH_STEP_TOKENS, setup, budget))
 
 
+def _gib(n_bytes: float) -> str:
+    """Three digits; whole and grouped from a hundred on, where .3g would turn to powers of ten."""
+    gib = n_bytes / GIB
+    return f"{gib:.3g}" if gib < 99.95 else f"{gib:,.0f}"
+
+
 def _longest_text(config: Mapping[str, Any], setup: Setup, longest_tokens: int) -> str:
     if longest_tokens:
         at_least = "at least " if longest_tokens >= SEARCHED_TOKENS else ""
         return f"the longest that fits is {at_least}{longest_tokens:,} tokens"
     smallest = sized_plans(config, LENGTH_STEP_TOKENS, "layer_offload")[-1]
     ledger = predict(config, LENGTH_STEP_TOKENS, smallest, setup)
-    needed_gib = ledger.peak_device_bytes / ALLOCATOR_SHARE / GIB
-    static_gib = ledger.device_bytes_of("static") / GIB
     return (
-        f"{LENGTH_STEP_TOKENS:,} tokens take {needed_gib:.3g} GiB on the device, {static_gib:.3g} of it for weights "
-        f"and optimiser, and {ledger.host_bytes / GIB:.2g} on the host"
+        f"{LENGTH_STEP_TOKENS:,} tokens take {_gib(ledger.peak_device_bytes / ALLOCATOR_SHARE)} GiB on the device, "
+        f"{_gib(ledger.device_bytes_of('static'))} of it for weights and optimiser, and {_gib(ledger.host_bytes)} on "
+        "the host"
     )
 
 
@@ -270,8 +275,8 @@ def choose_plan(
     if plan is None:
         longest = longest_branch(config, setup, device_bytes=device_bytes, host_bytes=host_bytes)
         raise UserError(
-            f"a branch of {n_tokens:,} tokens does not fit {device_bytes / GIB:.3g} GiB on the device and "
-            f"{host_bytes / GIB:.3g} GiB on the host",
+            f"a branch of {n_tokens:,} tokens does not fit {_gib(device_bytes)} GiB on the device and "
+            f"{_gib(host_bytes)} GiB on the host",
             fix=_longest_text(config, setup, longest),
         )
     plan = _filled(config, n_tokens, plan, setup, budget)

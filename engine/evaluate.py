@@ -27,10 +27,11 @@ from engine.out_of_memory import memory_advice
 from engine.scorers import open_engine
 from engine.scores import Scorer
 from schemas.config import EvaluateConfig
+from schemas.refs import EvaluatedAdapter
 from schemas.reports import BucketScore, EvalReport, ModelScore
 from schemas.spec import TrainSpec
 
-ModelName = Literal["base", "sft", "simpo", "incumbent"]
+ModelName = Literal["base", EvaluatedAdapter]
 
 
 class BranchScore(NamedTuple):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import torch
 import transformers
@@ -39,7 +36,7 @@ from engine.session import (
     peak_memory,
     trainer_settings,
 )
-from engine.start_scores import branch_logprobs, load_logprobs, mean_margin, save_logprobs
+from engine.start_scores import branch_logprobs, branch_names, mean_margin, pairs_to_score, start_logprobs
 from schemas.config import SimpoConfig
 from schemas.errors import UserError
 from schemas.reports import TrainReport
@@ -90,24 +87,6 @@ def _max_packed_tokens(config: SimpoConfig, engine: Engine, base: Any, dropout: 
     return 0
 
 
-def _start_logprobs(
-    out: Path,
-    checkpoint: Path | None,
-    group: Group,
-    score: Callable[[], dict[str, np.ndarray]],
-    n_scored: Mapping[str, int],
-) -> dict[str, np.ndarray]:
-    """logp_P of branches before step 1, measured once and kept for runs that resume."""
-    path = out / "start_logprobs.json"
-    kept = load_logprobs(path, n_scored) if checkpoint is not None else None
-    if kept is not None:
-        return kept
-    logps = score()  # of the adapter that training starts from: a checkpoint is loaded later
-    if group.rank == 0:
-        save_logprobs(path, logps)
-    return logps
-
-
 def train(
     spec: TrainSpec, config: SimpoConfig, group: Group, out: Path, stop: Stop, scorer: Scorer | None = None
 ) -> TrainReport:
@@ -136,8 +115,7 @@ def train(
     rows = read_pairs(spec.pairs, "train", branches) if spec.pairs else []
     if not rows:
         raise UserError("no pair is in the train split", where="simpo", fix="see the pair report for what was refused")
-    names = sorted({name for pair in rows for name in (pair.chosen, pair.rejected)})
-    engine = open_engine(spec, branches, names, group, optimizer=config.optimizer, accumulating=True)
+    engine = open_engine(spec, branches, branch_names(rows), group, optimizer=config.optimizer, accumulating=True)
     with memory_advice(engine, group) as watched:
         trainer = _load(spec, config, group, out, stop, engine, scorer or engine.scorer, branches, rows)
         watched.trainer = trainer
@@ -145,15 +123,14 @@ def train(
         if checkpoint is not None:
             trainer.meter.restore(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history)
         _compare_ranks(spec, trainer, checkpoint)
-        compared = rows[:: math.ceil(len(rows) / config.margin_pairs)]
-        compared_names = sorted({name for pair in compared for name in (pair.chosen, pair.rejected)})
-        score_all = partial(
-            branch_logprobs, trainer.policy, branches, compared_names, group, trainer.scorer, trainer.cost
-        )
-        n_scored = {name: len(branches[name].positions_P) for name in compared_names}
-        trainer.start_logps = _start_logprobs(out, checkpoint, group, score_all, n_scored)
-        first_margin = mean_margin(trainer.start_logps, branches, compared)
         windows = trainer.windows
+        compared, watched_pairs = pairs_to_score(rows, windows, config)
+        score = partial(
+            branch_logprobs, trainer.policy, branches, group=group, scorer=trainer.scorer, cost=trainer.cost
+        )
+        path = out / "start_logprobs.json"
+        trainer.start_logps = start_logprobs(path, checkpoint is not None, watched_pairs, branches, group, score)
+        first_margin = mean_margin(trainer.start_logps, branches, compared)
         plan_text = f"{config.plan}: {describe([trainer.deal_of(window) for window in windows])}"
         early_stop = EarlyStop(config.early_stop)
         trainer.add_callback(early_stop)
@@ -171,7 +148,7 @@ def train(
         trainer.meter.start()
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         stop.end(group, trainer.state.global_step)
-        margins = first_margin, mean_margin(score_all(), branches, compared)
+        margins = first_margin, mean_margin(score(branch_names(compared)), branches, compared)
     if group.rank == 0:
         origin = {"base_name": spec.base.name, "model_sha256": spec.model.sha256, "stage": "simpo"}
         save_adapter(trainer.policy, out / "adapter", **origin)
@@ -200,10 +177,9 @@ def _load(
     kind = losses.LOSSES[config.loss]
     references: dict[str, float] = {}
     if kind.needs_reference:
-        names = [name for pair in rows for name in (pair.chosen, pair.rejected)]
         folder = Path(spec.reference_folder or out)
         kernels = f"{engine.name}, {engine.attention(base)}"
-        references = reference_scores(spec, model, branches, sorted(set(names)), group, folder, scorer, kernels)
+        references = reference_scores(spec, model, branches, branch_names(rows), group, folder, scorer, kernels)
     pairs = Pairs(rows, branches, loss_of(config), kind, references)
     dropout = float(model.peft_config["default"].lora_dropout)  # type: ignore[attr-defined]
     max_packed_tokens = _max_packed_tokens(config, engine, base, dropout, group)

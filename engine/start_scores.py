@@ -1,4 +1,4 @@
-"""Log-probabilities of training branches under the policy of the moment: the margins before and after training.
+"""Log-probabilities of training branches under the policy of the moment: margins before and after, KL to the start.
 
 Those before step 1 are kept in a file, so that a resumed run still knows the policy it started from.
 
@@ -8,7 +8,8 @@ Shapes: P scored positions of one branch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,32 @@ from engine.data import BranchTable, Pair, collate, length_bucketed, to_device
 from engine.deal import lpt
 from engine.health import check_scores
 from engine.scores import Scorer
+from schemas.config import SimpoConfig
 
 TOKENS_PER_BATCH = 8192
 """Padded tokens that are scored at once where branches are short; nothing is kept for a backward pass."""
+
+
+def branch_names(pairs: Sequence[Pair]) -> list[str]:
+    """The branches of these pairs, each once, in order of their names."""
+    return sorted({name for pair in pairs for name in (pair.chosen, pair.rejected)})
+
+
+def pairs_to_score(
+    pairs: Sequence[Pair], windows: Sequence[Sequence[int]], config: SimpoConfig
+) -> tuple[list[Pair], list[Pair]]:
+    """Pairs whose margin is told before and after training, and pairs that are scored before step 1.
+
+    The second hold the first. With `early_stop.max_kl` they hold one pair of every step too, its first, where the step
+    has none yet: without a start score it would have no KL to compare with the limit.
+    """
+    compared = set(range(0, len(pairs), math.ceil(len(pairs) / config.margin_pairs)))
+    scored = set(compared)
+    if config.early_stop.max_kl is not None:
+        for window in windows:
+            if scored.isdisjoint(window):
+                scored.add(window[0])
+    return [pairs[index] for index in sorted(compared)], [pairs[index] for index in sorted(scored)]
 
 
 @torch.no_grad()
@@ -60,6 +84,25 @@ def mean_margin(logps: Mapping[str, np.ndarray], branches: BranchTable, pairs: S
 
 def save_logprobs(path: Path, logps: Mapping[str, np.ndarray]) -> None:
     write_atomically(path, json.dumps({name: logp_P.tolist() for name, logp_P in logps.items()}))
+
+
+def start_logprobs(
+    path: Path,
+    resumes: bool,
+    pairs: Sequence[Pair],
+    branches: BranchTable,
+    group: Group,
+    score: Callable[[Sequence[str]], dict[str, np.ndarray]],
+) -> dict[str, np.ndarray]:
+    """branch_id -> logp_P of the pairs' branches before step 1: measured, or those in `path` for a run that resumes."""
+    names = branch_names(pairs)
+    kept = load_logprobs(path, {name: len(branches[name].positions_P) for name in names}) if resumes else None
+    if kept is not None:
+        return kept
+    logps = score(names)  # of the adapter that training starts from: a checkpoint is loaded later
+    if group.rank == 0:
+        save_logprobs(path, logps)
+    return logps
 
 
 def load_logprobs(path: Path, n_scored: Mapping[str, int]) -> dict[str, np.ndarray] | None:

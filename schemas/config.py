@@ -174,7 +174,7 @@ class EarlyStopConfig(Section):
         default=None,
         gt=0,
         le=1e3,
-        description="preference stage: end above this KL to the start (nats a token)",
+        description="preference stage: end above this KL to the start (nats a token), measured at every step",
     )
 
 
@@ -250,7 +250,10 @@ class SimpoConfig(TrainingConfig):
         default=0.5, ge=1e-6, le=1, description="share of all pairs after which `accumulation` is reached"
     )
     margin_pairs: int = Field(
-        default=256, ge=1, description="at most so many pairs are scored for the margins before and after training"
+        default=256,
+        ge=1,
+        description="at most so many pairs are scored for the margins before and after training and the KL between; "
+        "early_stop.max_kl has one of every step scored before it",
     )
 
     @model_validator(mode="before")

@@ -21,7 +21,7 @@ from schemas.config import (
     SourceConfig,
     SplitConfig,
 )
-from schemas.refs import Ref
+from schemas.refs import EvaluatedAdapter, Ref
 from schemas.reports import Evaluated, Paired, StageResult
 
 StageName = Literal["ingest", "model", "render", "pairs", "sft", "simpo", "evaluate", "promote"]
@@ -112,7 +112,7 @@ class EvaluateRequest(Request):
     pairs: Paired
     model: Ref
     base: ModelConfig
-    adapters: dict[str, Ref]
+    adapters: dict[EvaluatedAdapter, Ref]
     evaluate: EvaluateConfig
 
 

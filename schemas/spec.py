@@ -5,14 +5,17 @@
 
 import hashlib
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
 from schemas.base import Frozen, first_problem
 from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, SftConfig, SimpoConfig
 from schemas.errors import UserError
-from schemas.refs import Ref
+from schemas.refs import EvaluatedAdapter, Ref
+
+ADAPTERS: Final = {"sft": (), "simpo": ("start",), "evaluate": get_args(EvaluatedAdapter)}
+"""The names that a spec's adapters go by, for each stage."""
 
 
 class TrainSpec(Frozen):
@@ -43,6 +46,24 @@ class TrainSpec(Frozen):
             raise ValueError("stage simpo trains on pairs, and pairs is not given")
         if self.stage == "simpo" and "start" not in self.adapters:
             raise ValueError("stage simpo begins with an adapter, and adapters.start is not given")
+        names = ADAPTERS[self.stage]
+        if unknown := sorted(set(self.adapters) - set(names)):
+            known = f"adapters {', '.join(names)}" if names else "no adapter"
+            raise ValueError(f"adapters.{unknown[0]}: stage {self.stage} takes {known}")
+        return self
+
+    @model_validator(mode="after")
+    def _kinds(self) -> Self:
+        """What would be read as something else would fail hours later, or be taken for what it is not."""
+        given = [
+            ("model", self.model, "model"),
+            *(("pairs", ref, "pairs") for ref in (self.pairs,) if ref),
+            *((f"branches.{place}", ref, "branches") for place, ref in enumerate(self.branches)),
+            *((f"adapters.{name}", ref, "adapter") for name, ref in self.adapters.items()),
+        ]
+        for name, ref, kind in given:
+            if ref.kind != kind:
+                raise ValueError(f"{name}: kind {kind} is read there, and this is of kind {ref.kind}")
         return self
 
     def digest(self) -> str:

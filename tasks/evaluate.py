@@ -5,7 +5,7 @@ from typing import Final
 
 from artifacts.store import Store
 from schemas.config import EvaluateConfig, ModelConfig
-from schemas.refs import Ref
+from schemas.refs import EvaluatedAdapter, Ref
 from schemas.reports import EvalReport, Evaluated, Paired
 from schemas.spec import TrainSpec
 from tasks.launch import discard, run_spec
@@ -17,7 +17,7 @@ def evaluate(
     branches: Ref,
     pairs: Paired,
     model: Ref,
-    adapters: Mapping[str, Ref],
+    adapters: Mapping[EvaluatedAdapter, Ref],
     config: EvaluateConfig,
     model_config: ModelConfig,
     store: Store,
@@ -37,7 +37,7 @@ def evaluate(
         pairs=pairs.pairs,
         model=model,
         base=model_config,
-        adapters=dict(adapters),
+        adapters=dict[str, Ref](adapters.items()),
         evaluate=config,
     )
     report, out = run_spec(spec, store, log=log)

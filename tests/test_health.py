@@ -90,6 +90,21 @@ def test_run_that_stops_early_keeps_its_adapter_and_says_why(tmp_path: Path) -> 
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("margin_pairs", [1, 2, 256])
+def test_limit_of_the_kl_holds_at_every_step(tmp_path: Path, margin_pairs: int) -> None:
+    """Of 6 pairs a step each, as few as one is scored for the margin: the others would have no KL."""
+    config = CONFIG.model_copy(update={"margin_pairs": margin_pairs, "accumulation": 2})
+    spec = simpo_spec(tmp_path / "inputs", config, n_pairs=6, n_heldout=0)
+    free = train(spec, tmp_path / "free")
+    assert sum(point.kl is not None for point in free.curve) == {1: 3, 2: 5, 256: 9}[margin_pairs]
+    watched = config.model_copy(update={"early_stop": EarlyStopConfig(max_kl=1e3)})
+    report = train(spec.model_copy(update={"simpo": watched}), tmp_path / "watched")
+    assert all(point.kl is not None for point in report.curve)
+    assert (report.first_margin, report.last_margin) == (free.first_margin, free.last_margin)
+    limited = config.model_copy(update={"early_stop": EarlyStopConfig(max_kl=1e-6)})
+    assert len(train(spec.model_copy(update={"simpo": limited}), tmp_path / "limited").curve) == 2
+
+
 def test_steps_report_kl_work_and_window(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"accumulation": 1, "accumulation_start": 3})
     report = train(simpo_spec(tmp_path / "inputs", config, n_pairs=4, n_heldout=0), tmp_path / "out")

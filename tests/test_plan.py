@@ -154,6 +154,7 @@ def test_more_pairs_than_can_be_dealt_are_said() -> None:
         ("--host-gib 1e308", "--host-gib: input should be less than or equal to 65536"),
         ("--set model.gpu_gib=1e308", "model.gpu_gib: input should be less than or equal to 4096"),
         ("--set model.gpu_gib=5", "does not fit 5 GiB on the device"),
+        ("--tokens 2147483000 --host-gib 4096", "on the device and 4,096 GiB on the host (the longest that fits is"),
         ("--gpus 100000000", "--gpus': Input should be less than or equal to 64"),
         ("--tokens 4096 --gpu-gib 0.001", "does not fit"),
         ("--tokens 99999999999", "--tokens: whole numbers go up to 2147483647"),
