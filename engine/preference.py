@@ -124,12 +124,12 @@ def train(
             trainer.meter.restore(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history)
         _compare_ranks(spec, trainer, checkpoint)
         windows = trainer.windows
-        compared, watched_pairs = pairs_to_score(rows, windows, config)
+        compared, with_kl = pairs_to_score(rows, windows, config)
         score = partial(
             branch_logprobs, trainer.policy, branches, group=group, scorer=trainer.scorer, cost=trainer.cost
         )
         path = out / "start_logprobs.json"
-        trainer.start_logps = start_logprobs(path, checkpoint is not None, watched_pairs, branches, group, score)
+        trainer.start_logps = start_logprobs(path, checkpoint is not None, with_kl, branches, group, score)
         first_margin = mean_margin(trainer.start_logps, branches, compared)
         plan_text = f"{config.plan}: {describe([trainer.deal_of(window) for window in windows])}"
         early_stop = EarlyStop(config.early_stop)
