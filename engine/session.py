@@ -43,7 +43,7 @@ class Stop:
         """
         if self.agreed:
             gather(group, torch.zeros(1))
-            raise StageError(f"stopped on request after step {step}; a checkpoint was saved")
+            raise StageError(f"stopped on request after step {step}; a checkpoint was saved: the same start goes on")
 
 
 @dataclass

@@ -187,8 +187,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         text = path.read_text(encoding="utf-8-sig")  # some editors of Windows begin a file with a byte-order mark
         data = _parsed(text)
     except FileNotFoundError as error:
-        known = ", ".join(sorted(str(file) for file in path.parent.glob("*.toml")))
-        fix = f"there is: {known}" if known else f"there is no .toml file in {path.parent}"
+        found = (file for pattern in ("*.toml", "configs/*.toml") for file in path.parent.glob(pattern))
+        known = sorted(str(file) for file in found if file.name != "pyproject.toml")
+        fix = f"there is: {', '.join(known)}" if known else f"there is none in {path.parent}"
         raise UserError("no such configuration file", where=path, fix=fix) from error
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=path, fix="give a TOML file") from error

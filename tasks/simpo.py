@@ -11,7 +11,7 @@ from schemas.reports import Paired, Trained
 from schemas.spec import TrainSpec
 from tasks.launch import run_spec, store_training
 
-STAGE_VERSION: Final = 2
+STAGE_VERSION: Final = 3
 
 
 def simpo(

@@ -43,8 +43,8 @@ def model_without_weights(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["run", "nowhere.toml"], "nowhere.toml: no such configuration file"),
-        (["run", "/nowhere/a.toml"], "no such configuration file (there is no .toml file in /nowhere)"),
+        (["run", "nowhere.toml"], "nowhere.toml: no such configuration file (there is: configs/"),
+        (["run", "/nowhere/a.toml"], "no such configuration file (there is none in /nowhere)"),
         (["plan", "--model", ""], "--model: an empty name (give qwen3-8b, or a folder with config.json)"),
         (["run", DEMO, "--set", "sft.epoch=1"], "sft.epoch: unknown key; did you mean epochs?"),
         (["run", DEMO, "--set", "source.paths=['/nowhere']"], "/nowhere"),
