@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from artifacts.store import fsync, payload_digest, refusal, write_atomically
-from engine.collectives import Group, compare_digests, tensor_digest
+from engine.collectives import Group, compare_digests, gather, tensor_digest
 from engine.health import check_finite
 from engine.loading import trainable_parameters
 from schemas.errors import StageError, UserError
@@ -50,6 +51,15 @@ class Checkpoints(TrainerCallback):
     def __init__(self, group: Group, model: nn.Module, out: Path, save_steps: int, stop: Stop, *, run: str) -> None:
         self.group, self.model, self.out, self.save_steps, self.stop = group, model, out, save_steps, stop
         self.run = run
+        self.saved = False
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Waits for rank 0's save, which is no part of the step: ranks that wait in it would count as idle."""
+        if self.saved:
+            gather(self.group, torch.zeros(1))
+        self.saved = False
 
     def on_log(
         self,
@@ -70,6 +80,7 @@ class Checkpoints(TrainerCallback):
             digests = {name: tensor_digest(p) for name, p in trained.items()}
             compare_digests(self.group, digests, f"in the adapter after step {state.global_step}")
             control.should_save = self.group.rank == 0
+            self.saved = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         checkpoint = self.out / f"checkpoint-{state.global_step}"
@@ -121,6 +132,11 @@ def latest_checkpoint(out: Path, run: str | None = None) -> Path | None:
                 )  # fmt: skip
             return checkpoint
     return None
+
+
+def content_of(checkpoint: Path) -> str:
+    """sha256 of what a whole checkpoint holds, as its mark has it."""
+    return checkpoint.with_name(f"{checkpoint.name}.{COMPLETE_FILE}").read_text().split()[0]
 
 
 def resumed_step(checkpoint: Path | None) -> int:

@@ -165,6 +165,24 @@ def check_devices(group: Group, uuid: str | None) -> None:
         )
 
 
+def check_spec(group: Group, digest: str) -> None:
+    """Before anything is loaded: every rank was given the same spec. Others would meet in collectives of other sizes.
+
+    Raises:
+        UserError: one was given another.
+        PeerLostError: a rank died.
+    """
+    if group.world_size == 1:
+        return
+    told = _tell(group, "spec", digest)
+    if others := [str(rank) for rank, other in enumerate(told) if other != told[0]]:
+        raise UserError(
+            f"rank 0 was given another spec than rank {', '.join(others)}",
+            where="spec.json",
+            fix="give every node the same file",
+        )
+
+
 def join(group: Group) -> None:
     """Meets the other ranks, once. The model is loaded before: unsloth takes a process group for one it should use.
 

@@ -23,10 +23,16 @@ class BranchCost(NamedTuple):
 
     forward: float
     backward: float
+    wasted: float = 0.0
+    """Of both: what is computed again in backward, and what a mask throws away."""
 
     @property
     def total(self) -> float:
         return self.forward + self.backward
+
+    @property
+    def useful(self) -> float:
+        return self.total - self.wasted
 
 
 class CostModel(NamedTuple):
@@ -50,14 +56,20 @@ class CostModel(NamedTuple):
         """Prefix and both tails in one pass; under a dense block mask no part of the square is saved."""
         n_tokens, n_chosen = n_prefix + n_chosen_tail + n_rejected_tail, n_prefix + n_chosen_tail
         seen = n_chosen * n_chosen / 2 + n_rejected_tail * (n_prefix + n_rejected_tail / 2)
-        return self._cost(n_tokens, seen if self.in_blocks else float(n_tokens * n_tokens), n_scored)
+        return self._cost(n_tokens, seen, n_scored, masked=0.0 if self.in_blocks else n_tokens * n_tokens - seen)
 
-    def _cost(self, n_tokens: int, attended: float, n_scored: int) -> BranchCost:
+    def _cost(self, n_tokens: int, seen: float, n_scored: int, masked: float = 0.0) -> BranchCost:
+        """`seen` and `masked`: pairs of tokens that attention computes, those that count and those that do not."""
         linears = 2.0 * self.n_linear_weights * n_tokens
-        attention = 4.0 * self.n_layers * self.query_size * attended
+        per_pair = 4.0 * self.n_layers * self.query_size
+        attention = per_pair * (seen + masked)
         head = 2.0 * self.hidden_size * self.vocab_size * n_scored
         again = linears if self.recomputes else 0.0
-        return BranchCost(linears + attention + head, linears + ATTENTION_BACKWARD * attention + 2 * head + again)
+        return BranchCost(
+            forward=linears + attention + head,
+            backward=linears + ATTENTION_BACKWARD * attention + 2 * head + again,
+            wasted=again + head + (1 + ATTENTION_BACKWARD) * per_pair * masked,
+        )
 
 
 def cost_model(config: Mapping[str, Any], *, recomputes: bool, in_blocks: bool = False) -> CostModel:

@@ -29,7 +29,7 @@ class PairCost(NamedTuple):
 
     chosen: BranchCost
     rejected: BranchCost
-    shared: float | None = None
+    shared: BranchCost | None = None
 
     @property
     def whole(self) -> float:
@@ -38,9 +38,15 @@ class PairCost(NamedTuple):
     @property
     def alone(self) -> tuple[float, Mode]:
         """The cheaper way on one rank."""
-        if self.shared is not None and self.shared < self.whole:
-            return self.shared, "shared"
+        if self.shared is not None and self.shared.total < self.whole:
+            return self.shared.total, "shared"
         return self.whole, "whole"
+
+    def useful(self, mode: Mode) -> float:
+        """What has to be computed once for the gradient, worked on in this way."""
+        if mode == "shared" and self.shared is not None:
+            return self.shared.useful
+        return self.chosen.useful + self.rejected.useful
 
     @property
     def unevenness(self) -> float:
@@ -118,7 +124,7 @@ def _alone(cost: PairCost, plan: Plan) -> tuple[float, Mode]:
     if plan == "auto":
         return cost.alone
     if plan == "shared_prefix" and cost.shared is not None:
-        return cost.shared, "shared"
+        return cost.shared.total, "shared"
     return cost.whole, "whole"
 
 

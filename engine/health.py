@@ -72,7 +72,7 @@ def early_stop_reason(log: Sequence[Mapping[str, Any]], rule: EarlyStopConfig) -
             sum(entry["loss"] for entry in part) / n_steps
             for part in (steps[-2 * n_steps : -n_steps], steps[-n_steps:])
         )
-        if before - latest < rule.min_gain:
+        if latest >= before or before - latest < rule.min_gain:
             return f"the mean loss of {n_steps} steps is {latest:.4g}, that of the {n_steps} before {before:.4g}"
     return None
 
@@ -88,7 +88,8 @@ class EarlyStop(TrainerCallback):
         self.reason: str | None = None
 
     def _look(self, state: TrainerState, control: TrainerControl) -> None:
-        self.reason = self.reason or early_stop_reason(state.log_history, self.rule)
+        if state.global_step < state.max_steps:  # the last step ends training without any rule
+            self.reason = self.reason or early_stop_reason(state.log_history, self.rule)
         if self.reason is not None:
             control.should_training_stop = True
 
@@ -102,9 +103,13 @@ class EarlyStop(TrainerCallback):
 
 
 def check_trackers(trackers: Sequence[Tracker]) -> None:
-    """UserError naming the first tracker whose package is not installed."""
+    """UserError naming the first tracker whose package is not installed.
+
+    A folder of that name, such as W&B leaves its runs in, is found too; what is installed has an origin.
+    """
     for name in trackers:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:
             raise UserError(f"tracker {name} is not installed", where="trackers", fix=f"pip install {name}")
 
 

@@ -195,6 +195,8 @@ def adapter_config(folder: Path) -> LoraConfig:
         stored = json.loads(path.read_bytes())
         if stored["peft_type"] != "LORA" or not isinstance(stored["target_modules"], list):
             raise ValueError("not that of a LoRA on named layers")
+        if stored.get("bias", "none") != "none":
+            raise ValueError("it trains biases, which stay when the adapter is taken off")
         try:
             return LoraConfig(
                 r=stored["r"],

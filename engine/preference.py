@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import transformers
 from transformers import PrinterCallback, TrainerState, TrainingArguments
 
 from engine import losses
+from engine.agreement import compare_inputs, compare_plans
 from engine.budget import window_of
 from engine.checkpoints import Checkpoints, resumed_step, start_from
-from engine.collectives import Group, compare_digests, join, tensor_digest
+from engine.collectives import Group, join
 from engine.cost import cost_model
 from engine.data import BranchTable, Pair, read_pairs
 from engine.deal import describe
@@ -46,23 +47,24 @@ MAX_PACKED_TOKENS = 16_384
 """On a GPU, in the plain engine: the longest pass over both tails of a pair; its block mask grows with the square."""
 
 
+def constants_of(config: SimpoConfig) -> dict[str, float]:
+    """The constants of the configured loss, by the names of its arguments."""
+    constants = {"beta": config.beta}
+    if config.loss == "simpo":
+        constants |= {"gamma": config.resolved_gamma, "cpo_alpha": config.cpo_alpha}
+    if config.loss == "dpo":
+        constants["label_smoothing"] = config.label_smoothing
+    return constants
+
+
 def loss_of(config: SimpoConfig) -> losses.PairLossFunction:
     """The configured loss with its own constants."""
-    if config.loss == "simpo":
-        return partial(losses.simpo, beta=config.beta, gamma=config.resolved_gamma, cpo_alpha=config.cpo_alpha)
-    if config.loss == "dpo":
-        return partial(losses.dpo, beta=config.beta, label_smoothing=config.label_smoothing)
-    return partial(getattr(losses, config.loss), beta=config.beta)
+    return partial(getattr(losses, config.loss), **constants_of(config))
 
 
-def _frozen_sample(model: Any) -> str:
-    """sha256 over up to 4,096 evenly spread elements of every frozen tensor: catches another base model."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if not parameter.requires_grad:
-            flat = parameter.detach().reshape(-1)
-            digest.update(f"{name}{tensor_digest(flat[:: max(1, flat.numel() // 4096)])}".encode())
-    return digest.hexdigest()
+def _pairs_per_step(windows: Sequence[Sequence[int]]) -> str:
+    sizes = [len(window) for window in windows]
+    return f"{min(sizes)} to {max(sizes)}"
 
 
 def _max_packed_tokens(config: SimpoConfig, engine: Engine, base: Any, dropout: float, group: Group) -> int:
@@ -122,8 +124,9 @@ def train(
         checkpoint = start_from(out, spec.digest(), group)
         if checkpoint is not None:
             trainer.meter.restore(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history)
-        _compare_ranks(spec, trainer, checkpoint)
         windows = trainer.windows
+        dealt = [trainer.deal_of(window) for window in windows]
+        compare_plans(group, dealt, checkpoint)
         compared, with_kl = pairs_to_score(rows, windows, config)
         score = partial(
             branch_logprobs, trainer.policy, branches, group=group, scorer=trainer.scorer, cost=trainer.cost
@@ -131,7 +134,7 @@ def train(
         path = out / "start_logprobs.json"
         trainer.start_logps = start_logprobs(path, checkpoint is not None, with_kl, branches, group, score)
         first_margin = mean_margin(trainer.start_logps, branches, compared)
-        plan_text = f"{config.plan}: {describe([trainer.deal_of(window) for window in windows])}"
+        plan_text = f"{config.plan}: {describe(dealt)}"
         early_stop = EarlyStop(config.early_stop)
         trainer.add_callback(early_stop)
         trainer.add_callback(Checkpoints(group, trainer.policy, out, config.save_steps, stop, run=spec.digest()))
@@ -139,9 +142,10 @@ def train(
             for callback in (StepPrinter(), *tracker_callbacks(spec, config.trackers)):
                 trainer.add_callback(callback)
             print(
-                f"{config.loss}: {len(rows)} pairs, {len(windows)} steps of {len(windows[0])} to {len(windows[-1])} "
-                f"pairs, {group.world_size} process(es) ({group.backend}), beta {config.beta:g}, gamma "
-                f"{config.resolved_gamma:g}, cpo_alpha {config.cpo_alpha:g}, margin before step 1 {first_margin:.4f}\n"
+                f"{config.loss}: {len(rows)} pairs, {len(windows)} steps of {_pairs_per_step(windows)} pairs, "
+                f"{group.world_size} process(es) ({group.backend}), "
+                f"{', '.join(f'{name} {value:g}' for name, value in constants_of(config).items())}, "
+                f"margin before step 1 {first_margin:.4f}\n"
                 f"plan {plan_text}\nengine {engine.name}: {engine.why}",
                 flush=True,
             )
@@ -171,6 +175,8 @@ def _load(
     model = load_adapter(base, spec.adapters["start"], spec.model, trainable=True)
     join(group)
     engine.agree_on_attention(model, group)
+    windows = training_windows(config, len(rows))
+    compare_inputs(group, spec, model, rows, windows)
     checkpointing = engine.name == "plain" and group.device.type == "cuda"
     walked = engine.name == "long_context"
     cost = cost_model(base.config.to_dict(), recomputes=checkpointing or walked, in_blocks=walked)
@@ -186,7 +192,6 @@ def _load(
     shares = walked and config.plan in ("auto", "shared_prefix")
     packed = [pairs.packed_tokens(index) for index in range(len(pairs))] if shares else []
     engine.pin_host(group.device, max((n for n in packed if n <= max_packed_tokens), default=0))
-    windows = training_windows(config, len(pairs))
     settings = trainer_settings(
         out,
         config.optimizer,
@@ -213,24 +218,6 @@ def _load(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _compare_ranks(spec: TrainSpec, trainer: PreferenceTrainer, checkpoint: Path | None) -> None:
-    """StageError unless all ranks hold the same before step 1."""
-    order = repr([[trainer.pairs.name(index) for index in window] for window in trainer.windows])
-    dealt = repr([trainer.deal_of(window) for window in trainer.windows])
-    compare_digests(
-        trainer.group,
-        {name: tensor_digest(parameter) for name, parameter in trainer.parameters.items()}
-        | {
-            "the base model": _frozen_sample(trainer.policy),
-            "the order of pairs": hashlib.sha256(order.encode()).hexdigest(),
-            "who works on which branch": hashlib.sha256(dealt.encode()).hexdigest(),
-            "the run spec": spec.digest(),
-            "the checkpoint": checkpoint.name if checkpoint else "none",
-        },
-        "before step 1",
-    )
 
 
 def _report(
@@ -273,10 +260,8 @@ def _report(
             "optimizer": config.optimizer.optimizer,
             "loss": config.loss,
             "reference": "base model" if losses.LOSSES[config.loss].needs_reference else "none",
-            "beta": f"{config.beta:g}",
-            "gamma": f"{config.resolved_gamma:g}",
-            "cpo_alpha": f"{config.cpo_alpha:g}",
-            "pairs_per_step": f"{len(windows[0])} to {len(windows[-1])}",
+            **{name: f"{value:g}" for name, value in constants_of(config).items()},
+            "pairs_per_step": _pairs_per_step(windows),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "peft": peft.__version__,

@@ -99,7 +99,7 @@ class Pairs:
         tails = chosen.n_tokens - n_shared, rejected.n_tokens - n_shared
         shared = None
         if n_packed <= max_packed_tokens:
-            shared = model.packed(n_shared, *tails, sum(n_scored)).total
+            shared = model.packed(n_shared, *tails, sum(n_scored))
         return PairCost(
             model.branch(chosen.n_tokens, n_scored[0]), model.branch(rejected.n_tokens, n_scored[1]), shared
         )
@@ -217,16 +217,15 @@ class PreferenceTrainer(StageTrainer):
         self.exchange_s = time.perf_counter() - started
         check_gradients(self.parameters, f"pairs {', '.join(map(self.pairs.name, indices))}")
         self.stop.agreed = float(self.outcome.extras_K[2]) > 0
-        for index in indices:
-            sides = [self.pairs.branch(index, side) for side in SIDES]
-            work = self.costs[index].chosen.total + self.costs[index].rejected.total
-            self.meter.count(sum(b.n_tokens for b in sides), sum(len(b.positions_P) for b in sides), work)
+        members = [self.pairs.branch(index, side) for index in indices for side in SIDES]
+        n_scored = sum(len(branch.positions_P) for branch in members)
+        self.meter.count(sum(branch.n_tokens for branch in members), n_scored, self.floating_point_ops(inputs))
         shares_N = torch.tensor([window.share(place) for place in range(len(indices))], dtype=torch.float64)
         return (self.outcome.loss_N * shares_N).sum().to(self.args.device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
-        costs = [self.costs[index] for index in inputs["pairs"].tolist()]
-        return sum(cost.chosen.total + cost.rejected.total for cost in costs)
+        indices: list[int] = inputs["pairs"].tolist()
+        return sum(self.costs[indices[placed.place]].useful(placed.mode) for placed in self.deal_of(indices).placed)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.outcome is not None:

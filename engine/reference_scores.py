@@ -66,7 +66,7 @@ def read_scores(path: Path) -> dict[str, float]:
         try:
             entry = json.loads(line)
             key, mean, digest = entry["key"], float(entry["mean"]), entry["digest"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
         if digest == _line_digest(key, mean) and math.isfinite(mean):
             scores[key] = mean

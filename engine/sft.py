@@ -116,7 +116,7 @@ class SpanSftTrainer(StageTrainer, SFTTrainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         n_tokens_B = inputs["attention_mask_BT"].sum(1).tolist()
         n_scored_B = inputs["rows_P"].bincount(minlength=len(n_tokens_B)).tolist()
-        return sum(self.cost.branch(*row).total for row in zip(n_tokens_B, n_scored_B, strict=True))
+        return sum(self.cost.branch(*row).useful for row in zip(n_tokens_B, n_scored_B, strict=True))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs | self.meter.lap(1) if "loss" in logs else logs, start_time)

@@ -113,7 +113,7 @@ def load_logprobs(path: Path, n_scored: Mapping[str, int]) -> dict[str, np.ndarr
     """
     try:
         kept = {name: np.array(values, dtype=np.float64) for name, values in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     if {name: logp_P.shape for name, logp_P in kept.items()} != {name: (n,) for name, n in n_scored.items()}:
         return None

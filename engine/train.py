@@ -226,7 +226,7 @@ def be_deterministic() -> None:
 def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport | EvalReport:
     import transformers
 
-    from engine.collectives import check_devices, group_of, leave
+    from engine.collectives import check_devices, check_spec, group_of, leave
     from engine.inputs import verify_inputs
     from engine.loading import pick_device
     from engine.monitor import device_uuid, gpu_uses, load_nvml, monitor_of
@@ -237,6 +237,7 @@ def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport 
     _lock(out, launch.rank, stop)
     verify_inputs(spec)
     group = group_of(launch, pick_device())  # a stage loads its model first and joins the others then
+    check_spec(group, spec.digest())
     check_devices(group, device_uuid(group.device) if group.device.type == "cuda" else None)
     hold_device(spec.base, group.device)
     if launch.rank == 0:

@@ -122,7 +122,7 @@ class TrainPoint(Frozen):
     idle_share: float | None = Field(default=None, description="share of the ranks' time spent waiting for others")
     exchange_share: float | None = Field(default=None, description="share of the step's time spent summing gradients")
     tflops_per_s: float | None = Field(
-        default=None, description="per process, by the cost model; repeated work excluded"
+        default=None, description="per process, by the cost model; without what is computed again or masked"
     )
     allocated_bytes: int | None = Field(
         default=None, description="peak of rank 0's allocator in this step; None off the GPU"

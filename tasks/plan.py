@@ -196,7 +196,7 @@ def plan_branches(
     packed, shared = None, None
     if simpo.plan in ("auto", "shared_prefix") and not undivided:
         packed = _shared_ledger(model, n_tokens + tail, setup, device_bytes, host_bytes)
-        shared = cost.packed(n_shared, tail, tail, 2 * n_scored).total if packed else None
+        shared = cost.packed(n_shared, tail, tail, 2 * n_scored) if packed else None
         if packed is None and simpo.plan == "shared_prefix":
             raise UserError(
                 f"both branches behind their prefix, {n_tokens + tail:,} tokens, do not fit",

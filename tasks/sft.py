@@ -10,7 +10,7 @@ from schemas.reports import Trained
 from schemas.spec import TrainSpec
 from tasks.launch import run_spec, store_training
 
-STAGE_VERSION: Final = 2
+STAGE_VERSION: Final = 3
 
 
 def sft(

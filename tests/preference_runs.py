@@ -41,24 +41,22 @@ def with_plan(spec: TrainSpec, plan: str, **options: Any) -> TrainSpec:
     return spec.model_copy(update={"simpo": spec.simpo.model_copy(update={"plan": plan} | options)})
 
 
-def run_ranks(spec: TrainSpec, world_size: int, folder: Path) -> list[dict[str, Any]]:
+def run_ranks(spec: TrainSpec, world_size: int, folder: Path, **odd: Any) -> list[dict[str, Any]]:
     """Trains on `world_size` real processes; returns what each rank holds afterwards."""
-    outputs, codes = start_ranks(spec, world_size, folder)
+    outputs, codes = start_ranks(spec, world_size, folder, **odd)
     assert codes == [0] * world_size, "\n".join(outputs)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world_size)]
 
 
 def start_ranks(
-    spec: TrainSpec,
-    world_size: int,
-    folder: Path,
-    *,
-    disturbed: str = "",
-    narrow_tokens: int = 0,
-    timeout_s: float = 240,
+    spec: TrainSpec, world_size: int, folder: Path, *, timeout_s: float = 240, **odd: Any
 ) -> tuple[list[str], list[int | None]]:
-    """What each of the processes printed, and its exit status."""
-    folder.mkdir()
+    """What each of the processes printed, and its exit status.
+
+    Args:
+        odd: see `preference_worker.Odd`.
+    """
+    folder.mkdir(exist_ok=True)
     (folder / "spec.json").write_text(spec.model_dump_json())
     # held here, as `torch.distributed.run` does: a port that is free now may be somebody's when rank 0 is up
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -72,7 +70,7 @@ def start_ranks(
         for rank in range(world_size):
             launch = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": store.host, "MASTER_PORT": store.port}
             launch |= {"TORCHELASTIC_USE_AGENT_STORE": True}
-            arguments = (launch, folder, disturbed, narrow_tokens)
+            arguments = (launch, folder, preference_worker.Odd(**odd))
             ranks.append(context.Process(target=preference_worker.rank, args=arguments))
             ranks[-1].start()
     deadline = time.monotonic() + timeout_s

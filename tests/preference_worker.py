@@ -6,14 +6,15 @@ Leaves the summed gradient of one window, and the parameters after training, as 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from training_inputs import float64_norm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from engine import preference
+from engine import checkpoints, preference
 from engine.branches import SIDES, Side, run_window
 from engine.collectives import Group, group_of, join, leave, sum_gradients, take_launch
 from engine.cost import cost_model
@@ -74,13 +75,36 @@ def window_gradient(spec: TrainSpec, group: Group) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
-def rank(launch: dict[str, Any], folder: Path, disturbed: str, narrow_tokens: int) -> None:
+class Odd(NamedTuple):
+    """What is not as it should be."""
+
+    disturbed: str = ""
+    """Name of a parameter that rank 1 changes a little at every score."""
+    narrow_tokens: int = 0
+    """Most tokens of a pair that rank 1 could walk whole; 0: as many as the others."""
+    other_base: bool = False
+    """Rank 1 has another base model."""
+    own_folder: Path | None = None
+    """Where rank 1 works, instead of in the folder of the others."""
+    save_s: float = 0.0
+    """How much longer each save takes; every score then takes SLOW_SCORE_S, so that a step is more than noise."""
+
+
+SLOW_SCORE_S = 0.05
+
+
+def load_other_base(*arguments: Any) -> Any:
+    base = load_base(*arguments)
+    with torch.no_grad():
+        next(base.parameters()).mul_(1.5)
+    return base
+
+
+def rank(launch: dict[str, Any], folder: Path, odd: Odd) -> None:
     """Trains by `folder/spec.json` into `folder/out`; prints to rank<r>.log, leaves rank<r>.pt.
 
     Args:
         launch: what `torch.distributed.run` would set.
-        disturbed: name of a parameter that rank 1 changes a little at every score; none when empty.
-        narrow_tokens: most tokens of a pair that rank 1 could walk whole; 0: as many as the others.
     """
     os.environ |= {name: str(value) for name, value in launch.items()}
     log = os.open(folder / f"rank{launch['RANK']}.log", os.O_WRONLY | os.O_CREAT)
@@ -90,8 +114,17 @@ def rank(launch: dict[str, Any], folder: Path, disturbed: str, narrow_tokens: in
     setattr(Qwen3RMSNorm, "forward", float64_norm)  # noqa: B010
     group = group_of(take_launch(), torch.device("cpu"))
     join(group)
-    if narrow_tokens and group.rank == 1:
-        setattr(preference, "_max_packed_tokens", lambda *_: narrow_tokens)  # noqa: B010
+    if odd.narrow_tokens and group.rank == 1:
+        setattr(preference, "_max_packed_tokens", lambda *_: odd.narrow_tokens)  # noqa: B010
+    if odd.other_base and group.rank == 1:
+        preference.load_base = load_other_base
+    write = checkpoints.write_atomically
+
+    def write_slowly(*arguments: Any) -> None:
+        time.sleep(odd.save_s)
+        write(*arguments)
+
+    checkpoints.write_atomically = write_slowly
     spec = TrainSpec.model_validate_json((folder / "spec.json").read_text())
     assert spec.simpo is not None
     gradient = window_gradient(spec, group)
@@ -99,12 +132,15 @@ def rank(launch: dict[str, Any], folder: Path, disturbed: str, narrow_tokens: in
 
     def scorer(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
         models[:] = [model]
-        if disturbed and group.rank == 1 and model.training:
+        if odd.save_s:
+            time.sleep(SLOW_SCORE_S)
+        if odd.disturbed and group.rank == 1 and model.training:
             with torch.no_grad():
-                trainable_parameters(model)[disturbed].view(-1)[0] += 1e-12
+                trainable_parameters(model)[odd.disturbed].view(-1)[0] += 1e-12
         return token_logprobs(model, *arguments)
 
-    report = preference.train(spec, spec.simpo, group, folder / "out", Stop(), scorer)
+    out = odd.own_folder if odd.own_folder and group.rank == 1 else folder / "out"
+    report = preference.train(spec, spec.simpo, group, out, Stop(), scorer)
     parameters = {name: p.detach().clone() for name, p in trainable_parameters(models[0]).items()}
     result = {"gradient": gradient, "parameters": parameters, "report": report.model_dump_json()}
     torch.save(result, folder / f"rank{group.rank}.pt")

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from engine import collectives
-from engine.collectives import Group, Launch, check_devices, least
+from engine.collectives import Group, Launch, check_devices, check_spec, least
 from schemas.errors import UserError
 
 
@@ -58,3 +58,26 @@ def test_ranks_without_a_gpu_of_their_own_are_told_to_all(
 
     with ThreadPoolExecutor(3) as pool:
         assert set(pool.map(check, launches)) == {problem}
+
+
+@pytest.mark.parametrize(
+    ("digests", "problem"),
+    [("aaa", None), ("aba", "rank 0 was given another spec than rank 1"), ("abc", "another spec than rank 1, 2")],
+)
+def test_ranks_with_other_specs_are_told_before_anything_is_loaded(
+    launches: list[Launch], digests: str, problem: str | None
+) -> None:
+    """Of other losses or pairs, they would meet in collectives of other sizes: an abort, or a wait of hours."""
+
+    def check(launch: Launch) -> str:
+        try:
+            check_spec(Group(launch.rank, 3, launch=launch), digests[launch.rank])
+        except UserError as error:
+            return error.what
+        return ""
+
+    with ThreadPoolExecutor(3) as pool:
+        said = set(pool.map(check, launches))
+    assert len(said) == 1
+    assert said.pop().endswith(problem or "")
+    check_spec(Group(), "a")

@@ -16,7 +16,7 @@ from tasks.plan import SHAPES
 MODEL = cost_model(SHAPES["qwen3-8b"], recomputes=True)
 
 
-def pair(chosen: int, rejected: int, shared: float | None = None) -> PairCost:
+def pair(chosen: int, rejected: int, shared: BranchCost | None = None) -> PairCost:
     return PairCost(MODEL.branch(chosen, 2048), MODEL.branch(rejected, 2048), shared)
 
 
@@ -30,10 +30,16 @@ def test_cost_of_a_branch_by_hand() -> None:
     """2 layers, 3 weights in all, hidden 5, 7 query features, 11 words; 10 tokens, 2 scored."""
     model = CostModel(n_layers=2, hidden_size=5, query_size=7, vocab_size=11, n_linear_weights=3, recomputes=False)
     linears, attention, head = 2 * 3 * 10, 2 * 2 * 7 * 100, 2 * 5 * 11 * 2
-    assert model.branch(10, 2) == BranchCost(linears + attention + head, linears + 2.5 * attention + 2 * head)
+    alone = BranchCost(linears + attention + head, linears + 2.5 * attention + 2 * head, wasted=head)
+    assert model.branch(10, 2) == alone
     again = model._replace(recomputes=True).branch(10, 2)
     assert again.backward - model.branch(10, 2).backward == linears
     assert model.packed(6, 3, 1, 2).forward == linears + 2 * attention + head
+    assert again.useful == alone.useful == 2 * linears + 3.5 * attention + 2 * head
+    # of the 100 pairs of tokens under a dense mask 47 are seen: 9 * 9 / 2 by the chosen branch, 1 * (6 + 1 / 2) beyond
+    packed = 2 * linears + 3.5 * attention * 2 * 0.47 + 2 * head
+    assert model.packed(6, 3, 1, 2).useful == pytest.approx(packed)
+    assert model._replace(in_blocks=True).packed(6, 3, 1, 2).useful == pytest.approx(packed)
 
 
 def test_weights_of_qwen3_8b_are_counted() -> None:
@@ -109,11 +115,19 @@ def test_exchange_waits_for_the_longer_forward() -> None:
 
 def test_long_common_prefix_is_computed_once() -> None:
     """8K of 8.5K tokens in common: one packed pass is cheaper; with 1K in common its dense mask is not."""
-    near = pair(8_500, 8_500, MODEL.packed(8_000, 500, 500, 4096).total)
-    far = pair(8_500, 8_500, MODEL.packed(1_000, 7_500, 7_500, 4096).total)
+    near = pair(8_500, 8_500, MODEL.packed(8_000, 500, 500, 4096))
+    far = pair(8_500, 8_500, MODEL.packed(1_000, 7_500, 7_500, 4096))
     assert [placed.mode for placed in deal([near, far], "auto", 1).placed] == ["whole", "shared"]
     assert deal([near, pair(8_500, 8_500)], "shared_prefix", 1).modes == Counter({"shared": 1, "whole": 1})
     assert deal([near], "sequential", 1).modes == Counter({"whole": 1})
+
+
+def test_work_that_counts_does_not_depend_on_how_a_pair_is_worked_on_but_for_its_prefix() -> None:
+    shared = MODEL.packed(8_000, 500, 500, 4096)
+    cost = pair(8_500, 8_500, shared)
+    assert cost.useful("split") == cost.useful("whole") == 2 * MODEL.branch(8_500, 2048).useful
+    assert cost.useful("shared") == shared.useful
+    assert 0.5 < cost.useful("shared") / cost.useful("whole") < 0.6
 
 
 def test_dealing_depends_on_nothing_but_its_arguments() -> None:

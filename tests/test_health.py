@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import resource
@@ -69,6 +70,8 @@ def test_loss_that_no_longer_falls_ends_training() -> None:
     assert early_stop_reason(steps(4, 4, 3, 3, 2.95, 2.95), rule) == (
         "the mean loss of 2 steps is 2.95, that of the 2 before 3"
     )
+    assert early_stop_reason(steps(0, 0, 0, 0), EarlyStopConfig(patience_steps=2)) is not None, "all pairs satisfied"
+    assert early_stop_reason(steps(1, 1, 0.9, 0.9), EarlyStopConfig(patience_steps=2)) is None
     assert early_stop_reason(steps(1, 1, 1, 1), EarlyStopConfig()) is None
     assert early_stop_reason([], rule) is None
 
@@ -88,6 +91,16 @@ def test_run_that_stops_early_keeps_its_adapter_and_says_why(tmp_path: Path) -> 
     assert report.stopped_early is not None
     assert report.stopped_early.startswith("KL to the start is")
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_rule_that_holds_at_the_last_step_has_ended_nothing(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"epochs": 1, "accumulation": 2, "early_stop": EarlyStopConfig(max_kl=1e-6)})
+    report = train(simpo_spec(tmp_path / "inputs", config, n_pairs=4, n_heldout=0), tmp_path / "out")
+    last = report.curve[-1]
+    assert last.kl is not None
+    assert last.kl > 1e-6
+    assert report.n_steps == 2
+    assert report.stopped_early is None
 
 
 @pytest.mark.parametrize("margin_pairs", [1, 2, 256])
@@ -114,6 +127,7 @@ def test_steps_report_kl_work_and_window(tmp_path: Path) -> None:
     assert last.kl > 1e-3
     assert (first.n_pairs, last.n_pairs) == (3, 1)
     assert sum(point.n_pairs or 0 for point in report.curve) == 12
+    assert report.settings["pairs_per_step"] == "1 to 3"
     assert last.epoch == pytest.approx(3)
     assert first.tflops_per_s is not None
     assert first.tflops_per_s > 0
@@ -158,6 +172,14 @@ def test_tracker_that_is_not_installed_is_a_user_error() -> None:
     with pytest.raises(UserError, match="tracker wandb is not installed"):
         check_trackers(("wandb",))
     check_trackers(())
+
+
+def test_folder_that_a_tracker_left_is_not_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trackio").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("trackio") is not None
+    with pytest.raises(UserError, match="tracker trackio is not installed"):
+        check_trackers(("trackio",))
 
 
 def test_full_disk_loses_no_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -> None:

@@ -230,6 +230,8 @@ def test_adapter_that_is_no_number_any_more_is_never_a_checkpoint(spec: TrainSpe
         "{}",
         '{"good-1": [0.1]}',
         '{"good-1": [0.1, NaN]}',
+        '{"good-1": [0.1, 1' + "0" * 400 + "]}",
+        "[" * 100_000,
         '{"good-2": [0.1, -2.0]}',
         '{"good-1": [0.1, -2.0], "good-2": [0.1]}',
     ],

@@ -22,6 +22,7 @@ from training_inputs import start_model
 from engine.checkpoints import latest_checkpoint
 from engine.data import Branch, BranchTable, read_pairs
 from engine.loading import trainable_parameters
+from schemas.config import SimpoConfig
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 
@@ -131,3 +132,39 @@ def test_rank_that_drifts_apart_stops_the_run_and_the_tensor_is_named(spec: Trai
     assert 0 not in codes
     assert f"ranks 0 and 1 differ in the adapter after step 1: {name} (1 in all)" in outputs[0]
     assert latest_checkpoint(tmp_path / "run" / "out") is None
+
+
+def test_no_reference_score_is_kept_before_the_ranks_were_compared(spec: TrainSpec, tmp_path: Path) -> None:
+    """Rank 1 has another base model. A later start would take its scores, whole lines with right digests, for good."""
+    simpo = SimpoConfig(loss="dpo", plan="sequential", n_processes=2, accumulation=2)
+    run = spec.model_copy(update={"simpo": simpo, "reference_folder": str(tmp_path / "scores")})
+    outputs, codes = start_ranks(run, 2, tmp_path / "run", other_base=True)
+    assert 0 not in codes
+    assert "ranks 0 and 1 differ before step 1: the base model (1 in all)" in outputs[0]
+    assert not (tmp_path / "scores").exists()
+
+
+def test_checkpoints_of_equal_names_are_compared_by_what_they_hold(spec: TrainSpec, tmp_path: Path) -> None:
+    """Nodes with folders of their own: training would go on from two adapters and stop at the next save."""
+    run = with_plan(spec, "sequential", epochs=2, save_steps=2, n_processes=2)
+    train_here(run, tmp_path / "run" / "out")
+    other = with_plan(run, "sequential", seed=4)
+    train_here(other, tmp_path / "other")
+    mark = tmp_path / "other" / "checkpoint-4.complete"
+    mark.write_text(f"{mark.read_text().split()[0]} {run.digest()}")
+    outputs, codes = start_ranks(run, 2, tmp_path / "run", own_folder=tmp_path / "other")
+    assert 0 not in codes
+    assert "ranks 0 and 1 differ before step 1: the checkpoint (1 in all)" in outputs[0]
+
+
+def test_nobody_counts_as_idle_while_rank_0_saves(spec: TrainSpec, tmp_path: Path) -> None:
+    """A second for a save after each step, which rank 1 would wait for in the first swap of the next.
+
+    Idle share measured on two busy cores: 0.10, and 0.60 where it does.
+    """
+    run = with_plan(spec, "parallel", epochs=2, save_steps=1)
+    ranks = run_ranks(run, 2, tmp_path / "run", save_s=1.0)
+    report = TrainReport.model_validate_json(ranks[0]["report"])
+    assert report.wall_s > 3 * 1.0
+    assert report.idle_share is not None
+    assert report.idle_share < 0.4

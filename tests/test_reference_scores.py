@@ -87,7 +87,8 @@ def test_torn_and_altered_lines_are_computed_again(spec: TrainSpec, tmp_path: Pa
     altered = json.loads(lines[3])
     altered["mean"] -= 0.5
     lines[3] = json.dumps(altered)
-    path.write_text("\n".join(lines)[:-20])
+    not_numbers = ['{"key": "k", "mean": 1' + "0" * 400 + ', "digest": ""}', "[" * 100_000, "[]", '{"mean": 1}']
+    path.write_text("\n".join([*not_numbers, *lines])[:-20])
     assert len(read_scores(path)) == 8
     again, calls = scores(spec, tmp_path)
     assert again == first

@@ -24,7 +24,6 @@ from engine.collectives import Launch
 from engine.session import Stop
 from schemas.config import SftConfig
 from schemas.errors import StageError, UserError
-from schemas.spec import read_spec
 from tasks.rank_errors import root_cause
 
 
@@ -131,47 +130,6 @@ def test_a_section_that_the_stage_reads_is_not_given(tmp_path: Path, change: dic
     with pytest.raises(UserError) as raised:
         train._check_sections(spec.model_copy(update=change), path)
     assert str(raised.value) == f"{path}: stage {missing}, which is not given (add it; {{}} takes every default)"
-
-
-@pytest.mark.parametrize(
-    ("change", "refusal"),
-    [
-        ({"pairs": None}, "stage simpo trains on pairs, and pairs is not given"),
-        ({"adapters": {}}, "stage simpo begins with an adapter, and adapters.start is not given"),
-        ({"adapters": {"start": "adapter", "other": "adapter"}}, "adapters.other: stage simpo takes adapters start"),
-        ({"stage": "sft"}, "adapters.start: stage sft takes no adapter"),
-        (
-            {"stage": "evaluate", "adapters": {"v3": "adapter"}},
-            "adapters.v3: stage evaluate takes adapters sft, simpo, incumbent",
-        ),
-        ({"stage": "evaluate", "adapters": {"base": "adapter"}}, "adapters.base: stage evaluate takes adapters"),
-        ({"adapters": {"start": "model"}}, "adapters.start: kind adapter is read there, and this is of kind model"),
-        ({"model": "adapter"}, "model: kind model is read there, and this is of kind adapter"),
-        ({"pairs": "branches"}, "pairs: kind pairs is read there, and this is of kind branches"),
-        ({"branches": ["branches", "pairs"]}, "branches.1: kind branches is read there, and this is of kind pairs"),
-    ],
-)
-def test_spec_of_other_inputs_is_refused_before_anything_is_read(
-    tmp_path: Path, change: dict[str, Any], refusal: str
-) -> None:
-    """An evaluation whose adapter goes by another name once failed when all of them had been scored."""
-    spec = simpo_spec(tmp_path / "inputs", CONFIG, n_pairs=3, n_heldout=0)
-    path = tmp_path / "spec.json"
-    path.write_text(spec.model_dump_json())
-    assert read_spec(path) == spec
-
-    def of_kind(value: Any) -> Any:
-        if isinstance(value, str):
-            return spec.model.model_copy(update={"kind": value}).model_dump()
-        if isinstance(value, dict):
-            return {key: of_kind(item) for key, item in value.items()}
-        return [of_kind(item) for item in value] if isinstance(value, list) else value
-
-    changed = {key: value if key == "stage" else of_kind(value) for key, value in change.items()}
-    path.write_text(json.dumps(json.loads(spec.model_dump_json()) | changed))
-    with pytest.raises(UserError) as raised:
-        read_spec(path)
-    assert str(raised.value).startswith(f"{path}: not a spec of this version: {refusal}")
 
 
 @pytest.mark.parametrize("stage", ["sft", "evaluate"])

@@ -238,6 +238,7 @@ BAD_ADAPTERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         configured(peft_type="IA3"),
         f"{CONFIG}: .*: not that of a LoRA on named",
     ),
+    "biases": (configured(bias="all"), f"{CONFIG}: .*: it trains biases, which stay when the adapter is taken off"),
     "rank 0": (configured(r=0), f"{CONFIG}: it describes no adapter that can be used: r: "),
     "not a number": (reweighted(lambda weights: weights[TENSOR].fill_(math.nan)), f"{WEIGHTS}: not finite: {TENSOR}"),
     "infinite": (reweighted(lambda weights: weights[TENSOR][0, 0].fill_(math.inf)), f"{WEIGHTS}: not finite: {TENSOR}"),
@@ -349,6 +350,41 @@ def test_spec_without_its_inputs(spec: TrainSpec, tmp_path: Path, change: dict[s
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(spec.model_dump(mode="json") | change))
     with fails(f"{path}: not a spec of this version: {message}"):
+        read_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"adapters": {"start": "adapter", "other": "adapter"}}, "adapters.other: stage simpo takes adapters start"),
+        ({"stage": "sft"}, "adapters.start: stage sft takes no adapter"),
+        (
+            {"stage": "evaluate", "adapters": {"v3": "adapter"}},
+            "adapters.v3: stage evaluate takes adapters sft, simpo, incumbent",
+        ),
+        ({"stage": "evaluate", "adapters": {"base": "adapter"}}, "adapters.base: stage evaluate takes adapters"),
+        ({"adapters": {"start": "model"}}, "adapters.start: kind adapter is read there, and this is of kind model"),
+        ({"model": "adapter"}, "model: kind model is read there, and this is of kind adapter"),
+        ({"pairs": "branches"}, "pairs: kind pairs is read there, and this is of kind branches"),
+        ({"branches": ["branches", "pairs"]}, "branches.1: kind branches is read there, and this is of kind pairs"),
+    ],
+)
+def test_spec_of_other_inputs_is_refused_before_anything_is_read(
+    spec: TrainSpec, tmp_path: Path, change: dict[str, Any], refusal: str
+) -> None:
+    """An evaluation whose adapter goes by another name once failed when all of them had been scored."""
+    path = tmp_path / "spec.json"
+
+    def of_kind(value: Any) -> Any:
+        if isinstance(value, str):
+            return spec.model.model_copy(update={"kind": value}).model_dump()
+        if isinstance(value, dict):
+            return {key: of_kind(item) for key, item in value.items()}
+        return [of_kind(item) for item in value] if isinstance(value, list) else value
+
+    changed = {key: value if key == "stage" else of_kind(value) for key, value in change.items()}
+    path.write_text(json.dumps(spec.model_dump(mode="json") | changed))
+    with fails(f"{path}: not a spec of this version: {refusal}"):
         read_spec(path)
 
 

@@ -1,0 +1,62 @@
+"""What all ranks must have in common before they work on the same pairs: compared by digests, before step 1."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoints import content_of
+from engine.collectives import Group, compare_digests, tensor_digest
+from engine.data import Pair
+from engine.deal import Deal
+from engine.loading import trainable_parameters
+from schemas.spec import TrainSpec
+
+_WHEN = "before step 1"
+
+
+def _frozen_sample(model: Any) -> str:
+    """sha256 over up to 4,096 evenly spread elements of every frozen tensor: catches another base model."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad:
+            flat = parameter.detach().reshape(-1)
+            digest.update(f"{name}{tensor_digest(flat[:: max(1, flat.numel() // 4096)])}".encode())
+    return digest.hexdigest()
+
+
+def _text_digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def compare_inputs(
+    group: Group, spec: TrainSpec, model: Any, pairs: Sequence[Pair], windows: Sequence[Sequence[int]]
+) -> None:
+    """Spec, base model, adapter and order of pairs; before anything is scored, since scores are kept.
+
+    Raises:
+        StageError: they differ; names the tensor, or what else it is.
+        PeerLostError: a rank died.
+    """
+    order = [[pairs[index].pair_id for index in window] for window in windows]
+    digests = {
+        "the run spec": spec.digest(),
+        "the order of pairs": _text_digest(order),
+        "the base model": _frozen_sample(model),
+    }
+    adapter = {name: tensor_digest(parameter) for name, parameter in trainable_parameters(model).items()}
+    compare_digests(group, digests | adapter, _WHEN)
+
+
+def compare_plans(group: Group, dealt: Sequence[Deal], checkpoint: Path | None) -> None:
+    """Who works on which branch, and what training goes on from: the checkpoint's content, not its name.
+
+    Raises:
+        StageError: they differ.
+        PeerLostError: a rank died.
+    """
+    resumed = f"{checkpoint.name} {content_of(checkpoint)}" if checkpoint else "none"
+    digests = {"who works on which branch": _text_digest(dealt), "the checkpoint": resumed}
+    compare_digests(group, digests, _WHEN)
