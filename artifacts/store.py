@@ -34,21 +34,25 @@ class DigestedFile:
     """A new file whose sha256 is computed while it is written, so that it need not be read again for it."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("wb")
         self._digest = hashlib.sha256()
         self.n_bytes = 0
 
     def write(self, data: Buffer) -> int:
         self._digest.update(data)
-        n_bytes = self._file.write(data)
+        with named(self._path):
+            n_bytes = self._file.write(data)
         self.n_bytes += n_bytes
         return n_bytes
 
     def flush(self) -> None:
-        self._file.flush()
+        with named(self._path):
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with named(self._path):
+            self._file.close()
 
     @property
     def closed(self) -> bool:
@@ -107,12 +111,22 @@ def refusal(error: Exception, folder: Path) -> tuple[str, str]:
     return why, f"Look at {folder}"
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An OSError from within names `path` where it names nothing: a write to a full disk knows of no file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a small text file so that a reader sees the old or the new one, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
+        with named(path), temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from schemas.config import EarlyStopConfig, Tracker
-from schemas.errors import StageError, UserError
-from schemas.spec import TrainSpec
+from schemas.config import EarlyStopConfig
+from schemas.errors import StageError
 
 
 def _not_finite(tensors: Mapping[str, Tensor], what: str) -> str | None:
@@ -64,7 +61,7 @@ def kl_to_start(start_logp_P: Tensor, logp_P: Tensor) -> Tensor:
 def early_stop_reason(log: Sequence[Mapping[str, Any]], rule: EarlyStopConfig) -> str | None:
     """Why training should end now, or None. Reads the entries of optimiser steps in a Trainer's log."""
     steps = [entry for entry in log if "loss" in entry]
-    if rule.max_kl is not None and steps and steps[-1]["kl"] > rule.max_kl:
+    if rule.max_kl is not None and steps and steps[-1].get("kl", 0.0) > rule.max_kl:  # before a version's first step
         return f"KL to the start is {steps[-1]['kl']:.4g} nats per scored token, above {rule.max_kl:g}"
     n_steps = rule.patience_steps
     if n_steps is not None and len(steps) >= 2 * n_steps:
@@ -100,25 +97,3 @@ class EarlyStop(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._look(state, control)
-
-
-def check_trackers(trackers: Sequence[Tracker]) -> None:
-    """UserError naming the first tracker whose package is not installed.
-
-    A folder of that name, such as W&B leaves its runs in, is found too; what is installed has an origin.
-    """
-    for name in trackers:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:
-            raise UserError(f"tracker {name} is not installed", where="trackers", fix=f"pip install {name}")
-
-
-def tracker_callbacks(spec: TrainSpec, trackers: Sequence[Tracker]) -> list[TrainerCallback]:
-    """TensorBoard's callback with its files under the spec's log folder: the working folder does not outlive a run."""
-    if "tensorboard" not in trackers or spec.log_folder is None:
-        return []
-    from torch.utils.tensorboard.writer import SummaryWriter
-    from transformers.integrations.integration_utils import TensorBoardCallback
-
-    folder = Path(spec.log_folder) / f"{spec.stage}-{spec.digest()[:16]}"
-    return [TensorBoardCallback(SummaryWriter(log_dir=str(folder)))]

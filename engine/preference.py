@@ -20,7 +20,7 @@ from engine.collectives import Group, join
 from engine.cost import cost_model
 from engine.data import BranchTable, Pair, read_pairs
 from engine.deal import describe
-from engine.health import EarlyStop, check_trackers, tracker_callbacks
+from engine.health import EarlyStop
 from engine.loading import load_adapter, load_base, save_adapter
 from engine.out_of_memory import memory_advice
 from engine.preference_trainer import Pairs, PreferenceTrainer
@@ -38,6 +38,7 @@ from engine.session import (
     trainer_settings,
 )
 from engine.start_scores import branch_logprobs, branch_names, mean_margin, pairs_to_score, start_logprobs
+from engine.trackers import check_trackers, tracker_callbacks
 from schemas.config import SimpoConfig
 from schemas.errors import UserError
 from schemas.reports import TrainReport

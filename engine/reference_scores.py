@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 
+from artifacts.store import named
 from engine.collectives import Group, gather
 from engine.data import Branch, BranchTable, collate, to_device
 from engine.health import check_scores
@@ -76,7 +77,7 @@ def read_scores(path: Path) -> dict[str, float]:
 def _append(path: Path, scores: Mapping[str, float]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"key": k, "mean": m, "digest": _line_digest(k, m)}) for k, m in scores.items()]
-    with path.open("a", encoding="utf-8") as file:
+    with named(path), path.open("a", encoding="utf-8") as file:
         file.write("\n" + "\n".join(lines))  # the leading line break ends a line that was torn before
         file.flush()
         os.fsync(file.fileno())

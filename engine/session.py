@@ -120,7 +120,7 @@ def trainer_settings(
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
         "save_strategy": "no",
-        "report_to": [name for name in trackers if name != "tensorboard"],  # see `health.tracker_callbacks`
+        "report_to": [name for name in trackers if name != "tensorboard"],  # see `engine.trackers`
         "seed": seed,
         "remove_unused_columns": False,
         "disable_tqdm": True,

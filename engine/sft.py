@@ -29,7 +29,7 @@ from engine.checkpoints import Checkpoints, resumed_step, start_from
 from engine.collectives import Group, join
 from engine.cost import CostModel, cost_model
 from engine.data import Batch, BranchTable, EpochLoader, ShuffledBatches, collate, length_bucketed, padding_share
-from engine.health import EarlyStop, check_gradients, check_trackers, tracker_callbacks
+from engine.health import EarlyStop, check_gradients
 from engine.loading import load_base, load_tokenizer, new_adapter, save_adapter, trainable_parameters
 from engine.monitor import AllocatorPeaks
 from engine.out_of_memory import memory_advice
@@ -45,6 +45,7 @@ from engine.session import (
     peak_memory,
     trainer_settings,
 )
+from engine.trackers import check_trackers, tracker_callbacks
 from schemas.config import SftConfig
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport

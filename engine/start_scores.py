@@ -7,6 +7,7 @@ Shapes: P scored positions of one branch.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,25 @@ def mean_margin(logps: Mapping[str, np.ndarray], branches: BranchTable, pairs: S
 
 
 def save_logprobs(path: Path, logps: Mapping[str, np.ndarray]) -> None:
-    write_atomically(path, json.dumps({name: logp_P.tolist() for name, logp_P in logps.items()}))
+    """Beside their own digest, so that what is altered does not pass for what was measured."""
+    scores = json.dumps({name: logp_P.tolist() for name, logp_P in logps.items()})
+    write_atomically(path, f"{hashlib.sha256(scores.encode()).hexdigest()}\n{scores}")
+
+
+def load_logprobs(path: Path, n_scored: Mapping[str, int]) -> dict[str, np.ndarray] | None:
+    """What was kept there of these branches; None where that is nothing, damaged, or of others.
+
+    Args:
+        n_scored: branch_id -> scored positions.
+    """
+    try:
+        digest, _, scores = path.read_text().partition("\n")
+    except (OSError, ValueError):
+        return None
+    if digest != hashlib.sha256(scores.encode()).hexdigest():
+        return None
+    kept = {name: np.array(values, dtype=np.float64) for name, values in json.loads(scores).items()}
+    return kept if {name: len(logp_P) for name, logp_P in kept.items()} == n_scored else None
 
 
 def start_logprobs(
@@ -103,18 +122,3 @@ def start_logprobs(
     if group.rank == 0:
         save_logprobs(path, logps)
     return logps
-
-
-def load_logprobs(path: Path, n_scored: Mapping[str, int]) -> dict[str, np.ndarray] | None:
-    """What was kept there of these branches; None where that is nothing, damaged, or of others.
-
-    Args:
-        n_scored: branch_id -> scored positions.
-    """
-    try:
-        kept = {name: np.array(values, dtype=np.float64) for name, values in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None
-    if {name: logp_P.shape for name, logp_P in kept.items()} != {name: (n,) for name, n in n_scored.items()}:
-        return None
-    return kept if all(np.isfinite(logp_P).all() for logp_P in kept.values()) else None

@@ -73,6 +73,8 @@ class ErrorRecord:
             advice = system_advice(error)
             said = f"{place}: {error.strerror or error}" + (f" ({advice})" if advice else "")
             kind, error = StageError, StageError(said)
+        if isinstance(error, MemoryError):
+            kind, error = StageError, StageError("host memory ran out (free some, or raise the limit: ulimit -v)")
         record = {
             "time": time.time(),
             "type": kind.__name__,

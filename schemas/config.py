@@ -64,6 +64,12 @@ class ModelConfig(Section):
         description="auto (the prefix-preserving training template of the family), stock, or a .jinja file",
     )
 
+    @model_validator(mode="after")
+    def _quantised_from(self) -> "ModelConfig":
+        if self.quantization == "nf4" and self.dtype == "float64":
+            raise ValueError("nf4 weights are made of float32 or bfloat16, not of float64")
+        return self
+
 
 class LoraConfig(Section):
     """The adapter, the same for both training stages."""

@@ -5,9 +5,9 @@
 
 import hashlib
 from pathlib import Path
-from typing import Final, Literal, Self, get_args
+from typing import Annotated, Final, Literal, Self, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from schemas.base import Frozen, first_problem
 from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, SftConfig, SimpoConfig
@@ -16,6 +16,15 @@ from schemas.refs import EvaluatedAdapter, Ref
 
 ADAPTERS: Final = {"sft": (), "simpo": ("start",), "evaluate": get_args(EvaluatedAdapter)}
 """The names that a spec's adapters go by, for each stage."""
+
+
+def _path(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError("not a path: it is empty, or holds a NUL character")
+    return text
+
+
+Folder = Annotated[str, AfterValidator(_path)]
 
 
 class TrainSpec(Frozen):
@@ -33,12 +42,10 @@ class TrainSpec(Frozen):
     sft: SftConfig | None = None
     simpo: SimpoConfig | None = None
     evaluate: EvaluateConfig | None = None
-    reference_folder: str | None = Field(
-        default=None,
-        min_length=1,
-        description="where reference scores are kept between runs; None: in the working folder",
+    reference_folder: Folder | None = Field(
+        default=None, description="where reference scores are kept between runs; None: in the working folder"
     )
-    log_folder: str | None = Field(default=None, min_length=1, description="where TensorBoard files go; None: nowhere")
+    log_folder: Folder | None = Field(default=None, description="where TensorBoard files go; None: nowhere")
 
     @model_validator(mode="after")
     def _has_inputs(self) -> Self:

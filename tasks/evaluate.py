@@ -40,6 +40,6 @@ def evaluate(
         adapters=dict[str, Ref](adapters.items()),
         evaluate=config,
     )
-    report, out = run_spec(spec, store, log=log)
+    report, out = run_spec(spec, store, version=STAGE_VERSION, log=log)
     discard(out)
     return Evaluated(report=EvalReport.model_validate_json(report))

@@ -53,9 +53,18 @@ _KEPT_STEPS = 8
 
 
 def run_spec(
-    spec: TrainSpec, store: Store, *, n_processes: int = 1, log: Log | None = None, timeout_s: float | None = None
+    spec: TrainSpec,
+    store: Store,
+    *,
+    version: int,
+    n_processes: int = 1,
+    log: Log | None = None,
+    timeout_s: float | None = None,
 ) -> tuple[str, Path]:
     """Runs a spec to its end in its working folder, or goes on with an earlier try of the same spec.
+
+    Args:
+        version: of the stage. What another one has begun is not gone on with.
 
     Returns:
         the text of report.json, and the working folder; `discard` it when what it holds has been stored.
@@ -63,7 +72,7 @@ def run_spec(
     Raises:
         UserError, StageError: as in `launch`.
     """
-    out = store.root / "work" / f"{spec.stage}-{spec.digest()[:16]}"
+    out = store.root / "work" / f"{spec.stage}-v{version}-{spec.digest()[:16]}"
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "spec.json", spec.model_dump_json(indent=2))
     if not is_finished(out, spec.digest()):

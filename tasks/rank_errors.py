@@ -1,13 +1,34 @@
 """The error that a group of ranks ended with, from what they left on disk and from how they ended."""
 
+import contextlib
 import json
+import os
 import re
 import signal
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import StageError, UserError
+from schemas.errors import StageError, UserError, system_advice
+
+PROBE_BYTES = 64 * 2**10
+
+
+def _write_refused(folder: Path) -> OSError | None:
+    """What the system says to a small file in this folder; None: it takes it."""
+    probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
+    try:
+        with probe.open("xb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return None
 
 
 def _records(out: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -53,4 +74,7 @@ def root_cause(out: Path, failures: list[tuple[int, int]], exit_code: int, tail:
     said = next((line.partition("error: ")[2] for line in tail if re.match(r"(\[rank\d+\]:)?error: ", line)), None)
     if said is not None:  # a rank that could not leave its error on a full disk
         return StageError(said)
+    if refused := _write_refused(out):  # neither what the ranks print nor their errors had a place to go
+        advice = system_advice(refused)
+        return StageError(f"{out}: {refused.strerror}" + (f" ({advice})" if advice else ""))
     return StageError(f"training ended with status {exit_code}; its last lines:\n" + "\n".join(tail))

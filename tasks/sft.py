@@ -41,5 +41,5 @@ def sft(
         sft=config,
         log_folder=str(store.root / "tensorboard"),
     )
-    report, out = run_spec(spec, store, log=log)
+    report, out = run_spec(spec, store, version=STAGE_VERSION, log=log)
     return store_training(report, out, store)

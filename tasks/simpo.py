@@ -50,5 +50,5 @@ def simpo(
         reference_folder=str(store.root / "reference_scores"),
         log_folder=str(store.root / "tensorboard"),
     )
-    report, out = run_spec(spec, store, n_processes=config.processes, log=log)
+    report, out = run_spec(spec, store, version=STAGE_VERSION, n_processes=config.processes, log=log)
     return store_training(report, out, store)

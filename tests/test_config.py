@@ -79,6 +79,7 @@ def test_unreadable_override_is_a_user_error(text: str) -> None:
         ("render.loss_on=['actions']", "render.loss_on[0]: 'actions' is not one of 'reasoning', 'thought', 'action'"),
         ("source.paths=runs", "source.paths: input should be a valid tuple; expected a list of text, got 'runs'"),
         ("model.dtype=float16", "'float16' is not one of 'float32', 'bfloat16' or 'float64'; did you mean bfloat16?"),
+        ("model={dtype='float64', quantization='nf4'}", "model: nf4 weights are made of float32 or bfloat16, not of"),
         ("simpo={gamma=1, gamma_beta_ratio=1}", "simpo: give gamma or gamma_beta_ratio, not both"),
         ("lora.target_modules=['q_proj', 'q_proj']", "lora.target_modules: q_proj is named more than once"),
         ("lora.target_modules=['q_proj', 'lm_head']", "lora: target_modules names linears of the layers, and lm_head"),

@@ -204,7 +204,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def ended(tmp_path: Path) -> tuple[TrainSpec, Store, Path]:
     """A spec whose stage has ended in its working folder, and nothing has been stored yet."""
     spec, store = simpo_spec(tmp_path / "inputs", CONFIG), Store(tmp_path / "store")
-    out = store.root / "work" / f"simpo-{spec.digest()[:16]}"
+    out = store.root / "work" / f"simpo-v3-{spec.digest()[:16]}"
     shutil.copytree(spec.adapters["start"].path, out / "adapter")
     (out / "report.json").write_text("{}")
     mark_finished(out, spec.digest())
@@ -216,7 +216,9 @@ def test_finished_work_of_a_dead_launcher_is_not_done_again(
 ) -> None:
     spec, store, out = ended
     monkeypatch.setattr(launcher, "launch", lambda *_, **__: pytest.fail("started again"))
-    assert run_spec(spec, store) == ("{}", out)
+    assert run_spec(spec, store, version=3) == ("{}", out)
+    with pytest.raises(pytest.fail.Exception, match="started again"):
+        run_spec(spec, store, version=4)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -233,7 +235,7 @@ def test_work_that_is_not_whole_is_gone_on_with(
         (out / "report.json").write_text("{}")
 
     monkeypatch.setattr(launcher, "launch", finish)
-    assert run_spec(spec, store) == ("{}", out)
+    assert run_spec(spec, store, version=3) == ("{}", out)
     assert started == [out / "spec.json"]
 
 

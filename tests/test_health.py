@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import math
 import os
@@ -13,14 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from training_inputs import simpo_spec
 
 from engine import preference
 from engine.checkpoints import latest_checkpoint
 from engine.collectives import Group
-from engine.health import check_gradients, check_trackers, early_stop_reason, kl_to_start
+from engine.health import check_gradients, early_stop_reason, kl_to_start
 from engine.scores import token_logprobs
 from engine.session import Stop
+from engine.trackers import check_trackers
 from engine.train import be_deterministic
 from schemas.config import EarlyStopConfig, OptimizerConfig, SftConfig, SimpoConfig
 from schemas.errors import StageError, UserError
@@ -166,6 +169,25 @@ def test_steps_go_to_tensorboard_unless_told_otherwise(tmp_path: Path) -> None:
     events = EventAccumulator(str(folder))
     events.Reload()
     assert [event.step for event in events.Scalars("train/margin")] == [1, 2, 3]
+
+
+def test_full_disk_under_the_log_folder_ends_the_log_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard writes in a thread, whose error came as a traceback and then ended the stage, naming its folder."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", refuse)
+    config = CONFIG.model_copy(update={"epochs": 4})
+    spec = simpo_spec(tmp_path / "inputs", config, n_pairs=3, n_heldout=0)
+    spec = spec.model_copy(update={"log_folder": str(tmp_path / "logs")})
+    assert train(spec, tmp_path / "out").n_steps == 12
+    (folder,) = (tmp_path / "logs").iterdir()
+    said = "".join(capfd.readouterr())
+    assert said.count(f"{folder}: No space left on device; nothing more is logged there") == 1
+    assert "Traceback" not in said
 
 
 def test_tracker_that_is_not_installed_is_a_user_error() -> None:

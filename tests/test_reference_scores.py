@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,15 @@ def test_scores_of_another_model_are_not_trusted(spec: TrainSpec, tmp_path: Path
     again, calls = scores(spec, tmp_path / "stolen")
     assert again == first
     assert calls == SPOT_CHECKS + 10
+
+
+def test_full_disk_under_the_scores_is_named(spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system names no file where a write fails; the error had named the working folder, which is elsewhere."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        scores(spec, tmp_path)
+    assert raised.value.filename == str(file_of(spec, tmp_path, "plain"))

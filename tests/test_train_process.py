@@ -213,6 +213,27 @@ def test_what_the_system_refuses_is_one_line(
         assert str(found) == said.removeprefix("error: ").rstrip()
 
 
+def test_disk_that_takes_not_even_an_error_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks print goes to files, which fill first; then their errors have no place either."""
+    assert "its last lines:\nTraceback" in str(root_cause(tmp_path, [(0, 1)], 1, ["Traceback"]))
+    assert not list(tmp_path.iterdir())
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    found = root_cause(tmp_path, [(0, 1)], 1, ["Traceback"])
+    assert str(found) == f"{tmp_path}: No space left on device (free some space, or choose a folder of another disk)"
+    assert not list(tmp_path.iterdir())
+
+
+def test_host_memory_that_ran_out_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, train.ErrorRecord(tmp_path / "error-rank0.json"):
+        raise MemoryError
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == "error: host memory ran out (free some, or raise the limit: ulimit -v)\n"
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_imports_is_one_line(tmp_path: Path, signum: signal.Signals) -> None:
     """The import of torch ends in a signal, and catches what it may raise."""

@@ -342,8 +342,10 @@ def test_model_altered_after_the_spec_was_written(spec: TrainSpec, tmp_path: Pat
         ({"pairs": None}, "stage simpo trains on pairs, and pairs is not given"),
         ({"stage": "dpo"}, "stage: Input should be"),
         ({"unknown": 1}, "unknown: Extra inputs are not permitted"),
-        ({"log_folder": ""}, "log_folder: String should have at least 1 character"),
-        ({"reference_folder": ""}, "reference_folder: String should have at least 1 character"),
+        ({"log_folder": ""}, "log_folder: not a path: it is empty, or holds a NUL"),
+        ({"reference_folder": ""}, "reference_folder: not a path: it is empty, or holds a NUL"),
+        ({"log_folder": "a\0b"}, "log_folder: not a path: it is empty, or holds a NUL"),
+        ({"reference_folder": "\0"}, "reference_folder: not a path: it is empty, or holds a NUL"),
     ],
 )
 def test_spec_without_its_inputs(spec: TrainSpec, tmp_path: Path, change: dict[str, Any], message: str) -> None:
