@@ -102,7 +102,7 @@ def refusal(error: Exception, folder: Path) -> tuple[str, str]:
     By their words, since neither safetensors nor PyTorch, which only finds that it wrote less, has an error's number.
     """
     why = (str(error).splitlines() or ["no reason given"])[0]
-    if "unexpected pos" in why:
+    if "unexpected pos" in why or "iostream error" in why:
         why = "less was written than there was"
     if any(word in why.lower() for word in ("space", "quota", "too large", "less was written")):
         is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY

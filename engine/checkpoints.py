@@ -56,7 +56,7 @@ class Checkpoints(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Waits for rank 0's save, which is no part of the step: ranks that wait in it would count as idle."""
+        """Waits for rank 0's save before the step begins: ranks that wait for it within would count as idle."""
         if self.saved:
             gather(self.group, torch.zeros(1))
         self.saved = False

@@ -4,7 +4,8 @@ Letters: T tokens, P scored positions, L layers, W weights of the decoder's line
 D hidden size, V vocabulary. Units: floating-point operations (a multiply-add is two). LoRA's own share is left out.
 
     linears    2 W T
-    attention  2 L H E T^2      causal, QK and PV over half the square; its backward 2.5 times that
+    attention  2 L H E T^2      causal, QK and PV over half the square; its backward 2.5 times that: QK again, and four
+                                products for the gradients
     head       2 D V P          forward; again, and once more for the gradient, in backward
 """
 
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from engine.memory import Setup, dimensions
 
-ATTENTION_BACKWARD = 2.5
+ATTENTION_BACKWARD, ATTENTION_AGAIN = 2.5, 0.5
 
 
 class BranchCost(NamedTuple):
@@ -68,7 +69,7 @@ class CostModel(NamedTuple):
         return BranchCost(
             forward=linears + attention + head,
             backward=linears + ATTENTION_BACKWARD * attention + 2 * head + again,
-            wasted=again + head + (1 + ATTENTION_BACKWARD) * per_pair * masked,
+            wasted=again + head + per_pair * (ATTENTION_AGAIN * seen + (1 + ATTENTION_BACKWARD) * masked),
         )
 
 

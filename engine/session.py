@@ -56,7 +56,10 @@ class Meter:
     train_s: float = 0.0
     step_tokens: int = 0
     step_operations: float = 0.0
-    step_started_s: float = field(default_factory=time.monotonic)
+    lap_started_s: float = field(default_factory=time.monotonic)
+    step_started_s: float | None = None
+    step_s: float = 0.0
+    """How long the last step took, without what lay between it and the one before: a save."""
 
     def restore(self, log_history: Sequence[Mapping[str, Any]]) -> None:
         last = next((entry for entry in reversed(log_history) if "tokens_seen" in entry), None)
@@ -65,8 +68,12 @@ class Meter:
             self.train_s = float(last["train_s"])
 
     def start(self) -> None:
-        """The first step begins now: what came before is none of its time."""
-        self.step_started_s = time.monotonic()
+        """Training begins now: what came before is none of its time."""
+        self.lap_started_s = time.monotonic()
+
+    def begin_step(self) -> None:
+        """A micro-batch begins, and with it a step where none has begun since the last lap."""
+        self.step_started_s = self.step_started_s or time.monotonic()
 
     def count(self, n_tokens: int, n_scored: int, operations: float) -> None:
         self.tokens_seen += n_tokens
@@ -75,13 +82,14 @@ class Meter:
         self.step_operations += operations
 
     def lap(self, world_size: int) -> dict[str, float]:
-        """Totals, the speed since the last lap over all ranks, operations a second and allocator peaks of this one."""
+        """Totals, the step's speed over all ranks, and operations a second and allocator peaks of this one."""
         now = time.monotonic()
-        step_s, self.step_started_s = now - self.step_started_s, now
-        self.train_s += step_s
-        speed = self.step_tokens / step_s if step_s > 0 else 0.0
-        tflops_per_s = self.step_operations / step_s / world_size / 1e12 if step_s > 0 else 0.0
+        self.train_s += now - self.lap_started_s
+        self.step_s = max(now - (self.step_started_s or self.lap_started_s), 1e-9)
+        speed = self.step_tokens / self.step_s
+        tflops_per_s = self.step_operations / self.step_s / world_size / 1e12
         self.step_tokens, self.step_operations = 0, 0.0
+        self.lap_started_s, self.step_started_s = now, None
         return {
             "tokens_per_s": speed,
             "tflops_per_s": tflops_per_s,

@@ -105,6 +105,7 @@ class SpanSftTrainer(StageTrainer, SFTTrainer):
         return -(batch.weights_P.to(logp_P) * logp_P).sum() / num_items_in_batch
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        self.meter.begin_step()
         names = inputs["branch_ids"]
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):

@@ -113,11 +113,16 @@ def start_logprobs(
     group: Group,
     score: Callable[[Sequence[str]], dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """branch_id -> logp_P of the pairs' branches before step 1: measured, or those in `path` for a run that resumes."""
+    """branch_id -> logp_P of the pairs' branches before step 1: measured, or those in `path` for a run that resumes.
+
+    All go by what rank 0 has read, as only it writes: nodes may have folders of their own.
+    """
     names = branch_names(pairs)
-    kept = load_logprobs(path, {name: len(branches[name].positions_P) for name in names}) if resumes else None
-    if kept is not None:
-        return kept
+    if resumes:
+        n_scored = {name: len(branches[name].positions_P) for name in names}
+        kept = gather_objects(group, load_logprobs(path, n_scored) if group.rank == 0 else None)[0]
+        if kept is not None:
+            return kept
     logps = score(names)  # of the adapter that training starts from: a checkpoint is loaded later
     if group.rank == 0:
         save_logprobs(path, logps)

@@ -62,7 +62,8 @@ class Board(TensorBoardCallback):
 
 def _say_nothing_of_the_system(args: threading.ExceptHookArgs) -> None:
     """TensorBoard's writing thread keeps its error for whoever writes next, and ends with it: a traceback beside."""
-    if not isinstance(args.exc_value, OSError):
+    is_board = type(args.thread).__module__.startswith("tensorboard.")
+    if not (is_board and isinstance(args.exc_value, OSError)):
         threading.__excepthook__(args)
 
 

@@ -30,14 +30,14 @@ def test_cost_of_a_branch_by_hand() -> None:
     """2 layers, 3 weights in all, hidden 5, 7 query features, 11 words; 10 tokens, 2 scored."""
     model = CostModel(n_layers=2, hidden_size=5, query_size=7, vocab_size=11, n_linear_weights=3, recomputes=False)
     linears, attention, head = 2 * 3 * 10, 2 * 2 * 7 * 100, 2 * 5 * 11 * 2
-    alone = BranchCost(linears + attention + head, linears + 2.5 * attention + 2 * head, wasted=head)
+    alone = BranchCost(linears + attention + head, linears + 2.5 * attention + 2 * head, wasted=head + attention / 2)
     assert model.branch(10, 2) == alone
     again = model._replace(recomputes=True).branch(10, 2)
     assert again.backward - model.branch(10, 2).backward == linears
     assert model.packed(6, 3, 1, 2).forward == linears + 2 * attention + head
-    assert again.useful == alone.useful == 2 * linears + 3.5 * attention + 2 * head
+    assert again.useful == alone.useful == 2 * linears + 3 * attention + 2 * head
     # of the 100 pairs of tokens under a dense mask 47 are seen: 9 * 9 / 2 by the chosen branch, 1 * (6 + 1 / 2) beyond
-    packed = 2 * linears + 3.5 * attention * 2 * 0.47 + 2 * head
+    packed = 2 * linears + 3 * attention * 2 * 0.47 + 2 * head
     assert model.packed(6, 3, 1, 2).useful == pytest.approx(packed)
     assert model._replace(in_blocks=True).packed(6, 3, 1, 2).useful == pytest.approx(packed)
 

@@ -6,7 +6,10 @@ import errno
 import importlib.util
 import math
 import os
+import queue
 import resource
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.record_writer import RecordWriter
-from training_inputs import simpo_spec
+from training_inputs import simpo_spec, useful_operations
 
-from engine import preference
+from engine import preference, trackers
 from engine.checkpoints import latest_checkpoint
 from engine.collectives import Group
+from engine.data import BranchTable, read_pairs
 from engine.health import check_gradients, early_stop_reason, kl_to_start
+from engine.monitor import AllocatorPeaks
 from engine.scores import token_logprobs
-from engine.session import Stop
+from engine.session import Meter, Stop
+from engine.shared_prefix import common_prefix
 from engine.trackers import check_trackers
 from engine.train import be_deterministic
 from schemas.config import EarlyStopConfig, OptimizerConfig, SftConfig, SimpoConfig
@@ -187,7 +194,53 @@ def test_full_disk_under_the_log_folder_ends_the_log_and_not_the_training(
     (folder,) = (tmp_path / "logs").iterdir()
     said = "".join(capfd.readouterr())
     assert said.count(f"{folder}: No space left on device; nothing more is logged there") == 1
-    assert "Traceback" not in said
+
+
+def test_only_the_thread_of_tensorboard_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """Called as `threading.excepthook` is: pytest has one of its own."""
+    board = event_file_writer._AsyncWriterThread(queue.Queue(), None, 1)
+    for thread, error, is_silent in (
+        (board, OSError(errno.ENOSPC, "full"), True),
+        (board, ValueError("bad"), False),
+        (threading.Thread(), OSError(errno.ENOSPC, "full"), False),
+    ):
+        trackers._say_nothing_of_the_system(threading.ExceptHookArgs((type(error), error, None, thread)))
+        assert (capfd.readouterr().err == "") == is_silent
+
+
+def test_speed_of_a_step_is_without_the_save_before_it() -> None:
+    meter = Meter(AllocatorPeaks(torch.device("cpu")))
+    meter.start()
+    for save_s in (0.0, 0.5):
+        time.sleep(save_s)
+        meter.begin_step()
+        time.sleep(0.02)
+        meter.begin_step()  # a second micro-batch
+        meter.count(100, 10, 0.0)
+        logged = meter.lap(1)
+    assert 100 / 0.4 < logged["tokens_per_s"] <= 100 / 0.02
+    assert logged["train_s"] >= 0.54
+
+
+@pytest.mark.parametrize("plan", ["sequential", "shared_prefix"])
+def test_operations_of_a_step_are_those_that_have_to_be_done_once(tmp_path: Path, plan: str) -> None:
+    """Two pairs, of which one has a common prefix."""
+    config = CONFIG.model_copy(update={"plan": plan, "epochs": 1, "accumulation": 2})
+    spec = simpo_spec(tmp_path / "inputs", config, n_pairs=2, n_heldout=0, shared_prefix=True)
+    assert spec.pairs is not None
+    branches = BranchTable(spec.branches)
+    n_tokens, n_once, want = 0, 0, 0.0
+    for pair in read_pairs(spec.pairs, "train", branches):
+        sides = branches[pair.chosen], branches[pair.rejected]
+        lengths = [side.n_tokens for side in sides]
+        shared = common_prefix(*(side.token_ids_T for side in sides)) if plan == "shared_prefix" else 0
+        seen = (sum(length**2 for length in lengths) - shared**2) / 2
+        want += useful_operations(sum(lengths) - shared, seen, sum(len(side.positions_P) for side in sides))
+        n_tokens, n_once = n_tokens + sum(lengths), n_once + shared
+    assert (n_once > 5) == (plan == "shared_prefix")
+    (point,) = train(spec, tmp_path / "out").curve
+    assert point.tflops_per_s is not None
+    assert point.tflops_per_s * 1e12 * n_tokens / point.tokens_per_s == pytest.approx(want, rel=1e-9)
 
 
 def test_tracker_that_is_not_installed_is_a_user_error() -> None:

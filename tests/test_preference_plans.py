@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,21 @@ def test_checkpoints_of_equal_names_are_compared_by_what_they_hold(spec: TrainSp
     outputs, codes = start_ranks(run, 2, tmp_path / "run", own_folder=tmp_path / "other")
     assert 0 not in codes
     assert "ranks 0 and 1 differ before step 1: the checkpoint (1 in all)" in outputs[0]
+
+
+def test_scores_of_the_start_are_those_that_rank_0_has_kept(spec: TrainSpec, tmp_path: Path) -> None:
+    """A node with a folder of its own got the checkpoint alone: it would score while the other trains."""
+    run = with_plan(spec, "sequential", epochs=2, save_steps=2, n_processes=2)
+    adapter, report = train_here(run, tmp_path / "run" / "out")
+    for name in ("checkpoint-4", "checkpoint-4.complete"):
+        path = tmp_path / "run" / "out" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.copytree(tmp_path / "run" / "out", tmp_path / "own", ignore=shutil.ignore_patterns("start_logprobs.json"))
+    ranks = run_ranks(run, 2, tmp_path / "run", own_folder=tmp_path / "own")
+    resumed = TrainReport.model_validate_json(ranks[0]["report"])
+    assert resumed.resumed_from_step == 2
+    assert resumed.first_margin == report.first_margin
+    assert largest_difference(adapter_of(ranks[1]["parameters"]), adapter) < 1e-9
 
 
 def test_nobody_counts_as_idle_while_rank_0_saves(spec: TrainSpec, tmp_path: Path) -> None:

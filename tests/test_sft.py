@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from training_inputs import branch_row, make_model, make_tables, ref_of
+from training_inputs import branch_row, make_model, make_tables, ref_of, useful_operations
 
 from artifacts.tables import write_table
 from engine import sft
@@ -69,6 +69,13 @@ def test_one_batch_of_four_equals_four_micro_batches_of_one(model: Ref, tmp_path
     assert split.padding_share == 0
     for name in one:
         torch.testing.assert_close(four[name], one[name], rtol=1e-9, atol=1e-12)
+    table = BranchTable([branches])
+    rows = [table[f"run-{index}"] for index in range(4)]
+    want = sum(useful_operations(row.n_tokens, row.n_tokens**2 / 2, len(row.positions_P)) for row in rows)
+    for point in (whole.curve[0], split.curve[0]):
+        assert point.tflops_per_s is not None
+        step_s = sum(row.n_tokens for row in rows) / point.tokens_per_s
+        assert point.tflops_per_s * 1e12 * step_s == pytest.approx(want, rel=1e-9)
 
 
 def test_first_loss_is_the_weighted_mean_over_scored_tokens(model: Ref, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from rank_faults import CONFIG, prepare
 from training_inputs import simpo_spec
 
 from artifacts.finished import is_finished, mark_finished
-from engine import train
-from engine.collectives import Launch
+from engine import collectives, train
+from engine.collectives import Group, Launch
 from engine.session import Stop
 from schemas.config import SftConfig
 from schemas.errors import StageError, UserError
@@ -294,6 +294,19 @@ def test_what_an_earlier_start_finished_no_longer_counts_once_training_begins(
 
     monkeypatch.setattr(train, "_stage", killed)
     with pytest.raises(StageError, match="killed"):
+        train._run(spec, Launch(), tmp_path, Stop())
+
+
+def test_ranks_compare_their_specs_before_the_stage_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = simpo_spec(tmp_path / "inputs", CONFIG, n_pairs=3, n_heldout=0)
+
+    def compare(group: Group, digest: str) -> None:
+        assert digest == spec.digest()
+        raise UserError("another spec")
+
+    monkeypatch.setattr(collectives, "check_spec", compare)
+    monkeypatch.setattr(train, "_stage", lambda *_: pytest.fail("begun"))
+    with pytest.raises(UserError, match="another spec"):
         train._run(spec, Launch(), tmp_path, Stop())
 
 

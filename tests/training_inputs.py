@@ -68,6 +68,15 @@ def make_model(folder: Path, seed: int = 0, hidden_size: int = 32, head_size: in
     return ref_of(folder, "model")
 
 
+def useful_operations(n_tokens: int, seen: float, n_scored: int) -> float:
+    """What one pass through the default model and back has to compute once: 2 x 2 W T, 3 x 4 L H E of the pairs of
+    tokens that are seen, 2 x 2 D V P (`engine.cost`).
+    """
+    hidden, query, key, mlp, n_layers = 32, 4 * 8, 2 * 8, 64, 2
+    linears = n_layers * hidden * (2 * query + 2 * key + 3 * mlp)
+    return 4 * linears * n_tokens + 12 * n_layers * query * seen + 4 * hidden * VOCABULARY * n_scored
+
+
 def branch_row(
     branch_id: str, task: str, outcome: str, n_turns: int, seed: int, *, split: str = "train", weight: float = 1.0
 ) -> dict[str, Any]:
