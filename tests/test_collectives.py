@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -34,6 +34,20 @@ def test_every_rank_learns_the_least_of_each_value(launches: list[Launch]) -> No
     assert least(Group(), "memory", (1, 2)) == [1, 2]
 
 
+def said_to(launches: list[Launch], check: Callable[[Group], None]) -> set[str | None]:
+    """What the ranks are refused with, all at once; None: nothing."""
+
+    def ask(launch: Launch) -> str | None:
+        try:
+            check(Group(launch.rank, 3, launch=launch))
+        except UserError as error:
+            return error.what
+        return None
+
+    with ThreadPoolExecutor(3) as pool:
+        return set(pool.map(ask, launches))
+
+
 @pytest.mark.parametrize(
     ("gpus", "problem"),
     [
@@ -48,16 +62,7 @@ def test_ranks_without_a_gpu_of_their_own_are_told_to_all(
     launches: list[Launch], gpus: list[str | None], problem: str | None
 ) -> None:
     """They could not even meet: one would wait for NCCL, the other for gloo, half an hour."""
-
-    def check(launch: Launch) -> str | None:
-        try:
-            check_devices(Group(launch.rank, 3, launch=launch), gpus[launch.rank])
-        except UserError as error:
-            return error.what
-        return None
-
-    with ThreadPoolExecutor(3) as pool:
-        assert set(pool.map(check, launches)) == {problem}
+    assert said_to(launches, lambda group: check_devices(group, gpus[group.rank])) == {problem}
 
 
 @pytest.mark.parametrize(
@@ -73,13 +78,5 @@ def test_ranks_with_other_specs_are_told_before_anything_is_loaded(
 ) -> None:
     """Of other losses or pairs, they would meet in collectives of other sizes: an abort, or a wait of hours."""
 
-    def check(launch: Launch) -> str | None:
-        try:
-            check_spec(Group(launch.rank, 3, launch=launch), digests[launch.rank])
-        except UserError as error:
-            return error.what
-        return None
-
-    with ThreadPoolExecutor(3) as pool:
-        assert set(pool.map(check, launches)) == {problem}
+    assert said_to(launches, lambda group: check_spec(group, digests[group.rank])) == {problem}
     check_spec(Group(), "a")
