@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,11 +27,9 @@ from engine.out_of_memory import memory_advice
 from engine.scorers import open_engine
 from engine.scores import Scorer
 from schemas.config import EvaluateConfig
-from schemas.refs import EvaluatedAdapter
+from schemas.refs import EvaluatedModel
 from schemas.reports import BucketScore, EvalReport, ModelScore
 from schemas.spec import TrainSpec
-
-ModelName = Literal["base", EvaluatedAdapter]
 
 
 class BranchScore(NamedTuple):
@@ -98,7 +96,7 @@ def bootstrap_accuracy(
 
 
 def model_score(
-    name: ModelName,
+    name: EvaluatedModel,
     scores: Mapping[str, BranchScore],
     resolved: Sequence[str],
     pairs: Sequence[Pair],
@@ -178,7 +176,7 @@ def evaluate(spec: TrainSpec, config: EvaluateConfig, group: Group, scorer: Scor
                 budget = config.tokens_per_micro_batch
                 scores = score_branches(model, branches, names, budget, group, scorer or engine.scorer)
             check_scores({branch: -score.nll_nats for branch, score in scores.items()}, f"model {name}")
-        result = model_score(cast("ModelName", name), scores, resolved, pairs, config)
+        result = model_score(cast("EvaluatedModel", name), scores, resolved, pairs, config)
         print(
             f"evaluate {name}: nll {result.nll_per_action_token}, pair accuracy {result.pair_accuracy}, "
             f"margin {result.mean_margin} ({len(resolved)} resolved branches, {len(pairs)} pairs)",

@@ -61,7 +61,8 @@ def kl_to_start(start_logp_P: Tensor, logp_P: Tensor) -> Tensor:
 def early_stop_reason(log: Sequence[Mapping[str, Any]], rule: EarlyStopConfig) -> str | None:
     """Why training should end now, or None. Reads the entries of optimiser steps in a Trainer's log."""
     steps = [entry for entry in log if "loss" in entry]
-    if rule.max_kl is not None and steps and steps[-1].get("kl", 0.0) > rule.max_kl:  # before a version's first step
+    # every step has a KL where the limit is set; a log that an earlier version began may lack some
+    if rule.max_kl is not None and steps and steps[-1].get("kl", 0.0) > rule.max_kl:
         return f"KL to the start is {steps[-1]['kl']:.4g} nats per scored token, above {rule.max_kl:g}"
     n_steps = rule.patience_steps
     if n_steps is not None and len(steps) >= 2 * n_steps:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts.finished import mark_finished, unmark
 from artifacts.store import write_atomically
-from schemas.errors import StageError, UserError, system_advice
+from schemas.errors import StageError, UserError, system_line
 from schemas.spec import TrainSpec, read_spec
 
 if TYPE_CHECKING:
@@ -70,9 +70,7 @@ class ErrorRecord:
             kind, error = StageError, StageError("ended by a second Ctrl-C; what was saved before is whole")
         if isinstance(error, OSError):  # a full disk, a folder that is read only: the system's refusal, not a fault
             place = error.filename2 or error.filename or self.path.parent
-            advice = system_advice(error)
-            said = f"{place}: {error.strerror or error}" + (f" ({advice})" if advice else "")
-            kind, error = StageError, StageError(said)
+            kind, error = StageError, StageError(system_line(error, place))
         if isinstance(error, MemoryError):
             kind, error = StageError, StageError("host memory ran out (free some, or raise the limit: ulimit -v)")
         record = {

@@ -51,3 +51,9 @@ _SYSTEM_ADVICE = {
 def system_advice(error: OSError) -> str | None:
     """What a person can do where the system refuses a file; None: nothing, the error is a fault of ours."""
     return _SYSTEM_ADVICE.get(error.errno or 0)
+
+
+def system_line(error: OSError, place: object) -> str:
+    """What the system refused, where, and what a person can do, in one line."""
+    advice = system_advice(error)
+    return f"{place}: {error.strerror or error}" + (f" ({advice})" if advice else "")

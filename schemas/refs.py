@@ -14,6 +14,7 @@ Digest = Literal["content", "listing"]
 EvaluatedAdapter = Literal["sft", "simpo", "incumbent"]
 """The adapters that an evaluation compares with the base model, by their name in its report."""
 
+EvaluatedModel = Literal["base", EvaluatedAdapter]
 
 ORIGIN_FILE: Final = "traceforge.json"
 """In an adapter folder: which base model (by digest) and which stage it comes from."""

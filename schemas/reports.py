@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from schemas.base import Frozen
-from schemas.refs import EvaluatedAdapter, Ref, in_store
+from schemas.refs import EvaluatedModel, Ref, in_store
 
 
 class Dropped(Frozen):
@@ -180,7 +180,7 @@ class BucketScore(Frozen):
 class ModelScore(Frozen):
     """One model on the held-out tasks."""
 
-    name: Literal["base", EvaluatedAdapter]
+    name: EvaluatedModel
     n_branches: int
     n_pairs: int
     nll_per_action_token: float | None = Field(description="nats, over resolved held-out branches; None without any")

@@ -1,8 +1,6 @@
 """The error that a group of ranks ended with, from what they left on disk and from how they ended."""
 
-import contextlib
 import json
-import os
 import re
 import signal
 import uuid
@@ -10,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import StageError, UserError, system_advice
+from artifacts.store import write_atomically
+from schemas.errors import StageError, UserError, system_line
 
 PROBE_BYTES = 64 * 2**10
 
@@ -19,15 +18,10 @@ def _write_refused(folder: Path) -> OSError | None:
     """What the system says to a small file in this folder; None: it takes it."""
     probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
     try:
-        with probe.open("xb") as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomically(probe, " " * PROBE_BYTES)
+        probe.unlink()
     except OSError as error:
         return error
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
     return None
 
 
@@ -75,6 +69,5 @@ def root_cause(out: Path, failures: list[tuple[int, int]], exit_code: int, tail:
     if said is not None:  # a rank that could not leave its error on a full disk
         return StageError(said)
     if refused := _write_refused(out):  # neither what the ranks print nor their errors had a place to go
-        advice = system_advice(refused)
-        return StageError(f"{out}: {refused.strerror}" + (f" ({advice})" if advice else ""))
+        return StageError(system_line(refused, out))
     return StageError(f"training ended with status {exit_code}; its last lines:\n" + "\n".join(tail))
