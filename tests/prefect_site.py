@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ def write_config(folder: Path, samples: Path, more: str = "") -> Path:
         "[lora]\nr = 4\n[split]\nheldout_share = 0.3\nsalt = 'f'\n[evaluate]\nbootstrap_samples = 100\n" + more
     )
     return path
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line; nothing where it has just ended, which a zombie has too."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def trainings(folder: Path) -> list[int]:
@@ -188,10 +197,11 @@ class Site:
             child
             for process in list(doomed)
             for child in process.children(recursive=True)
-            if "engine.train" not in " ".join(child.cmdline())
+            if "engine.train" not in command_of(child)
         ]
         for process in doomed:
-            process.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
         for process in processes:
             process.wait(30)
 
