@@ -88,7 +88,7 @@ def heldout_pairs(paired: Paired) -> list[dict[str, Any]]:
 
 def fresh_adapter(model: Ref, folder: Path, store: Store) -> Ref:
     """An adapter that changes nothing yet."""
-    from engine.collectives import Group
+    from engine.group import Group
     from engine.loading import load_base, new_adapter, save_adapter
 
     adapter = new_adapter(load_base(model, MODEL, Group().device, 0), LORA, seed=0)
@@ -98,9 +98,9 @@ def fresh_adapter(model: Ref, folder: Path, store: Store) -> Ref:
 
 def mean_logps(model: Ref, adapter: Ref | None, tables: tuple[Ref, ...], names: list[str]) -> dict[str, float]:
     """branch_id -> mean log-probability per scored token under the base model with one adapter, or without."""
-    from engine.collectives import Group
     from engine.data import BranchTable
     from engine.evaluate import score_branches
+    from engine.group import Group
     from engine.loading import load_adapter, load_base
     from engine.scores import token_logprobs
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoints import content_of
-from engine.collectives import Group, compare_digests, tensor_digest
+from engine.collectives import compare_digests, tensor_digest
 from engine.data import Pair
 from engine.deal import Deal
+from engine.group import Group
 from engine.loading import trainable_parameters
 from schemas.spec import TrainSpec
 

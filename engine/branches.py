@@ -16,8 +16,9 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.collectives import Group, gather, swap
+from engine.collectives import gather, swap
 from engine.deal import Deal, Placed
+from engine.group import Group
 from engine.losses import PairLoss
 from schemas.errors import StageError
 

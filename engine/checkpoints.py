@@ -13,7 +13,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from artifacts.store import fsync, payload_digest, refusal, write_atomically
-from engine.collectives import Group, compare_digests, gather, tensor_digest
+from engine.collectives import compare_digests, gather, tensor_digest
+from engine.group import Group
 from engine.health import check_finite
 from engine.loading import trainable_parameters
 from schemas.errors import StageError, UserError

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from peft import PeftModel
 
-from engine.collectives import Group, join
 from engine.data import BranchTable, Pair, collate, length_bucketed, read_pairs, to_device
+from engine.group import Group, join
 from engine.health import check_scores
 from engine.loading import check_origin, load_adapter, load_base
 from engine.out_of_memory import memory_advice

@@ -23,7 +23,7 @@ from schemas.errors import StageError
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from engine.collectives import Group
+    from engine.group import Group
     from engine.scorers import Engine
 
 MIB = 2**20

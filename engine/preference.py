@@ -16,10 +16,10 @@ from engine import losses
 from engine.agreement import compare_inputs, compare_plans
 from engine.budget import window_of
 from engine.checkpoints import Checkpoints, resumed_step, start_from
-from engine.collectives import Group, join
 from engine.cost import cost_model
 from engine.data import BranchTable, Pair, read_pairs
 from engine.deal import describe
+from engine.group import Group, join
 from engine.health import EarlyStop
 from engine.loading import load_adapter, load_base, save_adapter
 from engine.out_of_memory import memory_advice

@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from engine import losses
 from engine.branches import SIDES, Outcome, Side, run_window
-from engine.collectives import Group, sum_gradients
+from engine.collectives import sum_gradients
 from engine.cost import CostModel
 from engine.data import Branch, BranchTable, Pair, collate, to_device
 from engine.deal import Deal, PairCost, Plan, deal
+from engine.group import Group
 from engine.health import check_gradients, kl_to_start
 from engine.loading import trainable_parameters
 from engine.losses import PairLoss

@@ -21,8 +21,9 @@ import torch
 from peft import PeftModel
 
 from artifacts.store import named
-from engine.collectives import Group, gather
+from engine.collectives import gather
 from engine.data import Branch, BranchTable, collate, to_device
+from engine.group import Group
 from engine.health import check_scores
 from engine.scores import Scorer, branch_scores
 from schemas.spec import TrainSpec

@@ -33,8 +33,9 @@ from engine.budget import (
     unlimited_plan,
 )
 from engine.choose import longest_branch
-from engine.collectives import Group, gather, least
+from engine.collectives import gather
 from engine.data import BranchTable
+from engine.group import Group, least
 from engine.host_memory import host_limits
 from engine.layers import PACK_TOKENS, LongContextScorer, uncovered
 from engine.loading import adapter_config

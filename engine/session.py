@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from engine.checkpoints import not_written
-from engine.collectives import Group, gather
+from engine.collectives import gather
+from engine.group import Group
 from engine.monitor import AllocatorPeaks
 from engine.schedule import n_in_epochs
 from schemas.config import OptimizerConfig, Tracker

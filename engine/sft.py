@@ -26,9 +26,9 @@ from trl.trainer.sft_config import SFTConfig as TrlSftConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from engine.checkpoints import Checkpoints, resumed_step, start_from
-from engine.collectives import Group, join
 from engine.cost import CostModel, cost_model
 from engine.data import Batch, BranchTable, EpochLoader, ShuffledBatches, collate, length_bucketed, padding_share
+from engine.group import Group, join
 from engine.health import EarlyStop, check_gradients
 from engine.loading import load_base, load_tokenizer, new_adapter, save_adapter, trainable_parameters
 from engine.monitor import AllocatorPeaks

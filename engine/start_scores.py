@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from artifacts.store import write_atomically
-from engine.collectives import Group, gather_objects
+from engine.collectives import gather_objects
 from engine.cost import CostModel
 from engine.data import BranchTable, Pair, collate, length_bucketed, to_device
 from engine.deal import lpt
+from engine.group import Group
 from engine.health import check_scores
 from engine.scores import Scorer
 from schemas.config import SimpoConfig

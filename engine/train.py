@@ -36,7 +36,7 @@ from schemas.errors import StageError, UserError, system_line
 from schemas.spec import TrainSpec, read_spec
 
 if TYPE_CHECKING:
-    from engine.collectives import Group, Launch
+    from engine.group import Group, Launch
     from engine.session import Stop
     from schemas.reports import EvalReport, TrainReport
 
@@ -226,7 +226,7 @@ def be_deterministic() -> None:
 def _run(spec: TrainSpec, launch: Launch, out: Path, stop: Stop) -> TrainReport | EvalReport:
     import transformers
 
-    from engine.collectives import check_devices, check_spec, group_of, leave
+    from engine.group import check_devices, check_spec, group_of, leave
     from engine.inputs import verify_inputs
     from engine.loading import pick_device
     from engine.monitor import device_uuid, gpu_uses, load_nvml, monitor_of
@@ -289,7 +289,7 @@ def main() -> None:
             importlib.import_module("unsloth")  # it replaces parts of transformers and peft, so it comes before them
         if spec.base.deterministic:
             be_deterministic()
-        from engine.collectives import take_launch
+        from engine.group import take_launch
         from engine.session import Stop
 
         launch = take_launch()

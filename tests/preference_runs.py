@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from engine import preference
-from engine.collectives import Group
+from engine.group import Group
 from engine.session import Stop
 from schemas.config import OptimizerConfig, SimpoConfig
 from schemas.reports import TrainReport

@@ -16,10 +16,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from engine import checkpoints, preference
 from engine.branches import SIDES, Side, run_window
-from engine.collectives import Group, group_of, join, leave, sum_gradients, take_launch
+from engine.collectives import sum_gradients
 from engine.cost import cost_model
 from engine.data import Branch, BranchTable, collate, read_pairs
 from engine.deal import deal
+from engine.group import Group, group_of, join, leave, take_launch
 from engine.loading import load_adapter, load_base, trainable_parameters
 from engine.losses import LOSSES
 from engine.preference_trainer import Pairs

@@ -9,7 +9,7 @@ import torch
 
 from engine.attention_memory import attention_workspace_bytes
 from engine.budget import Budget, memory_setup, training_plan
-from engine.collectives import Group
+from engine.group import Group
 from engine.memory import GIB, Setup
 from engine.scorers import measured_budget
 from schemas.config import ModelConfig

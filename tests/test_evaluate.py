@@ -10,9 +10,9 @@ import torch
 from training_inputs import make_adapter, make_model, make_tables
 
 from engine import evaluate
-from engine.collectives import Group
 from engine.data import BranchTable
 from engine.evaluate import BranchScore, bootstrap_accuracy, by_length, nll_per_token
+from engine.group import Group
 from engine.loading import load_adapter, load_base
 from engine.scores import token_logprobs
 from schemas.config import EvaluateConfig, ModelConfig

@@ -21,7 +21,7 @@ from artifacts.finished import mark_finished
 from artifacts.store import Store
 from engine import preference
 from engine.checkpoints import latest_checkpoint
-from engine.collectives import Group
+from engine.group import Group
 from engine.session import Stop
 from schemas.config import (
     EvaluateConfig,

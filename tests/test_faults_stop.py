@@ -14,7 +14,7 @@ from training_inputs import simpo_spec
 
 from engine import preference
 from engine.checkpoints import latest_checkpoint
-from engine.collectives import Group
+from engine.group import Group
 from engine.session import Stop
 from schemas.config import EarlyStopConfig
 from schemas.errors import StageError

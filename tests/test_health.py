@@ -23,8 +23,8 @@ from training_inputs import simpo_spec, useful_operations
 
 from engine import preference, trackers
 from engine.checkpoints import latest_checkpoint
-from engine.collectives import Group
 from engine.data import BranchTable, read_pairs
+from engine.group import Group
 from engine.health import check_gradients, early_stop_reason, kl_to_start
 from engine.monitor import AllocatorPeaks
 from engine.scores import token_logprobs

@@ -13,8 +13,8 @@ from conftest import REPOSITORY
 from training_inputs import simpo_spec
 
 from engine.budget import Budget, host_budget
-from engine.collectives import Group
 from engine.data import BranchTable
+from engine.group import Group
 from engine.host_memory import HostLimit, HostMemoryError, host_limits, tightest
 from engine.memory import GIB
 from engine.offload import HostPool, numbered, pin

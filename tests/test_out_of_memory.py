@@ -12,8 +12,8 @@ from training_inputs import VOCABULARY, make_model, simpo_spec
 
 from engine import preference, sft
 from engine.budget import Budget, StagePlan, Stand, advice, training_plan
-from engine.collectives import Group
 from engine.data import BranchTable
+from engine.group import Group
 from engine.host_memory import HostMemoryError
 from engine.loading import load_base, new_adapter
 from engine.memory import GIB, Setup, trained_parameters

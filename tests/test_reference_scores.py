@@ -13,8 +13,8 @@ import pytest
 import torch
 from training_inputs import simpo_spec, start_model
 
-from engine.collectives import Group
 from engine.data import BranchTable, collate, read_pairs
+from engine.group import Group
 from engine.loading import load_base
 from engine.reference_scores import (
     BRANCHES_PER_FLUSH,

@@ -20,8 +20,8 @@ from engine import evaluate, loading, preference, scorers, sft
 from engine.attention import BACKENDS
 from engine.budget import Budget, choose_engine, scoring_plan, training_plan, window_of
 from engine.choose import longest_branch, sized_plans
-from engine.collectives import Group
 from engine.data import BranchTable
+from engine.group import Group
 from engine.layers import PACK_TOKENS, LongContextScorer
 from engine.memory import GIB, Setup
 from engine.scorers import open_engine

@@ -13,8 +13,8 @@ from training_inputs import branch_row, make_model, make_tables, ref_of, useful_
 
 from artifacts.tables import write_table
 from engine import sft
-from engine.collectives import Group
 from engine.data import BranchTable, collate, length_bucketed
+from engine.group import Group
 from engine.loading import load_base, new_adapter
 from engine.scores import token_logprobs
 from engine.session import Stop

@@ -19,8 +19,9 @@ from rank_faults import CONFIG, prepare
 from training_inputs import simpo_spec
 
 from artifacts.finished import is_finished, mark_finished
-from engine import collectives, train
-from engine.collectives import Group, Launch
+from engine import group as ranks
+from engine import train
+from engine.group import Group, Launch
 from engine.session import Stop
 from schemas.config import SftConfig
 from schemas.errors import StageError, UserError
@@ -304,7 +305,7 @@ def test_ranks_compare_their_specs_before_the_stage_begins(tmp_path: Path, monke
         assert digest == spec.digest()
         raise UserError("another spec")
 
-    monkeypatch.setattr(collectives, "check_spec", compare)
+    monkeypatch.setattr(ranks, "check_spec", compare)
     monkeypatch.setattr(train, "_stage", lambda *_: pytest.fail("begun"))
     with pytest.raises(UserError, match="another spec"):
         train._run(spec, Launch(), tmp_path, Stop())

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from training_inputs import VOCABULARY, simpo_spec
 
 from engine import evaluate, preference
-from engine.collectives import Group
 from engine.data import BranchTable, read_pairs
+from engine.group import Group
 from engine.inputs import verify_inputs
 from engine.loading import load_adapter, load_base
 from engine.session import Stop

@@ -8,18 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from engine import collectives
-from engine.collectives import Group, Launch, check_devices, check_spec, least
+from engine import group as ranks
+from engine.group import Group, Launch, check_devices, check_spec, least
 from schemas.errors import UserError
 
 
 @pytest.fixture
 def launches() -> Iterator[list[Launch]]:
     """Three ranks, and the store that their launcher hosts."""
-    collectives._store.cache_clear()
+    ranks._store.cache_clear()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield [Launch(rank, 3, rank, store.host, store.port, store_is_hosted=True) for rank in range(3)]
-    collectives._store.cache_clear()
+    ranks._store.cache_clear()
     del store  # which closes it
 
 
@@ -62,6 +62,28 @@ def test_ranks_without_a_gpu_of_their_own_are_told_to_all(
     launches: list[Launch], gpus: list[str | None], problem: str | None
 ) -> None:
     """They could not even meet: one would wait for NCCL, the other for gloo, half an hour."""
+    assert said_to(launches, lambda group: check_devices(group, gpus[group.rank])) == {problem}
+
+
+@pytest.mark.parametrize(
+    ("asked", "nccl", "gpus", "problem"),
+    [
+        ("1", 23007, ["GPU-1", "GPU-1", "GPU-1"], None),
+        ("1", 23007, ["GPU-1", "GPU-1", None], "3 processes on 1 GPUs: rank 2 has none of its own"),
+        ("1", 22907, ["GPU-1", "GPU-1", "GPU-2"], "3 processes on 2 GPUs: rank 1 has none of its own"),
+        ("0", 23007, ["GPU-1", "GPU-1", "GPU-2"], "3 processes on 2 GPUs: rank 1 has none of its own"),
+    ],
+)
+def test_ranks_share_a_gpu_where_nccl_can_and_was_asked_to(
+    launches: list[Launch],
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str,
+    nccl: int,
+    gpus: list[str | None],
+    problem: str | None,
+) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", asked)
+    monkeypatch.setattr(ranks, "_nccl_version", lambda: nccl)
     assert said_to(launches, lambda group: check_devices(group, gpus[group.rank])) == {problem}
 
 
