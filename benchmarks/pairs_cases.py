@@ -43,6 +43,7 @@ WALK = {"engine": "long_context"}
 SEQUENTIAL = {"plan": "sequential"}
 CASES: dict[str, Case] = {
     "long": Case(seen_in_order(LONG), host_gib=160),
+    "long-shared": Case(seen_in_order(LONG), host_gib=96),
     "card-12gib": Case([(81_851, 81_851)], 1, simpo=SEQUENTIAL, base={"gpu_gib": 11.5}, host_gib=56),
     "card-12gib-left": Case([(81_851, 81_851)] * 2, 1, simpo=SEQUENTIAL, base={"gpu_gib": 10.2}, host_gib=56),
     "even-two": Case(seen_in_order(EVEN), simpo={"plan": "parallel"}, host_gib=59),
