@@ -1,4 +1,4 @@
-"""Does SFT, then SimPO, teach a model something that held-out tasks show? `python -m benchmarks.learning OUT --folder F`
+"""Do SFT and SimPO teach a model something that held-out tasks show? `python -m benchmarks.learning OUT --folder F`
 
 Scripted agents really work on generated tasks; their runs are ingested, rendered, paired and trained on, as in a run of
 the pipeline. Pair accuracy is the share of pairs of held-out tasks whose chosen run has the higher mean log-probability
