@@ -19,9 +19,10 @@ import torch
 from artifacts.store import Store, write_atomically
 from benchmarks.made_up import Lengths, log_uniform, ref_of, write_pairs
 from engine.loading import load_base, new_adapter, save_adapter
-from schemas.config import LoraConfig, ModelConfig, OptimizerConfig, SimpoConfig
+from schemas.config import LoraConfig, ModelConfig
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
+from schemas.training import OptimizerConfig, SimpoConfig
 from tasks.launch import launch
 from tasks.model import prepare_model
 

@@ -28,20 +28,11 @@ import numpy as np
 
 from artifacts.store import Store
 from artifacts.tables import open_table, write_table
-from schemas.config import (
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PairsConfig,
-    RenderConfig,
-    SftConfig,
-    SimpoConfig,
-    SourceConfig,
-    SplitConfig,
-)
+from schemas.config import LoraConfig, ModelConfig, PairsConfig, RenderConfig, SourceConfig, SplitConfig
 from schemas.refs import Ref
 from schemas.reports import Paired
 from schemas.tables import PAIRS
+from schemas.training import OptimizerConfig, SftConfig, SimpoConfig
 from tasks.ingest import ingest
 from tasks.model import prepare_model
 from tasks.pairs import build_pairs

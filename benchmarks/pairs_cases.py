@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.made_up import Lengths, log_uniform
 from engine.schedule import training_windows
-from schemas.config import SimpoConfig
+from schemas.training import SimpoConfig
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,13 @@ from benchmarks.engine_unsloth import write_random_checkpoint
 from benchmarks.made_up import Lengths, ref_of, write_pairs
 from benchmarks.pairs_cases import CASES, Case
 from engine.schedule import training_windows
-from schemas.config import ModelConfig, RunConfig, SimpoConfig
+from schemas.config import ModelConfig, RunConfig
 from schemas.errors import StageError, UserError
 from schemas.load import load_config
 from schemas.refs import Ref
 from schemas.reports import TrainPoint, TrainReport
 from schemas.spec import TrainSpec
+from schemas.training import SimpoConfig
 from tasks.launch import launch
 
 CONFIG = Path("configs/qwen3-8b-2x24g.toml")

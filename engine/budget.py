@@ -12,8 +12,9 @@ from engine.choose import ALLOCATOR_SHARE, SIZES, Budget, choose_plan, longest_b
 from engine.host_memory import HostLimit, tightest
 from engine.memory import GIB, BaseFormat, Ledger, Optimiser, Setup, predict
 from engine.plan import MemoryPlan, uniform_plan
-from schemas.config import ModelConfig, OptimizerConfig
+from schemas.config import ModelConfig
 from schemas.errors import UserError
+from schemas.training import OptimizerConfig
 
 EngineName = Literal["plain", "long_context"]
 Side = Literal["device", "host"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from schemas.config import EarlyStopConfig
 from schemas.errors import StageError
+from schemas.training import EarlyStopConfig
 
 
 def _not_finite(tensors: Mapping[str, Tensor], what: str) -> str | None:

@@ -39,10 +39,10 @@ from engine.session import (
 )
 from engine.start_scores import branch_logprobs, branch_names, mean_margin, pairs_to_score, start_logprobs
 from engine.trackers import check_trackers, tracker_callbacks
-from schemas.config import SimpoConfig
 from schemas.errors import UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
+from schemas.training import SimpoConfig
 
 MAX_PACKED_TOKENS = 16_384
 """On a GPU, in the plain engine: the longest pass over both tails of a pair; its block mask grows with the square."""

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from schemas.config import SimpoConfig
+from schemas.training import SimpoConfig
 
 
 def n_in_epochs(epochs: float, n: int) -> int:

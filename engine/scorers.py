@@ -43,9 +43,10 @@ from engine.memory import ALL_LINEARS, GIB, Ledger, Setup
 from engine.model_folder import AGAIN, read_json, reading, with_defaults
 from engine.plan import MemoryPlan
 from engine.scores import Scorer, token_logprobs
-from schemas.config import LoraConfig, ModelConfig, OptimizerConfig
+from schemas.config import LoraConfig, ModelConfig
 from schemas.errors import UserError
 from schemas.spec import TrainSpec
+from schemas.training import OptimizerConfig
 
 OUTSIDE_ALLOCATOR_GIB = {False: 1.0, True: 2.2}
 """Kernels, and with several ranks NCCL, which come after the budget is measured: 0.92 and 2.16 GiB by NVML on an H200,

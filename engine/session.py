@@ -22,9 +22,9 @@ from engine.collectives import gather
 from engine.group import Group
 from engine.monitor import AllocatorPeaks
 from engine.schedule import n_in_epochs
-from schemas.config import OptimizerConfig, Tracker
 from schemas.errors import StageError
 from schemas.reports import TrainPoint
+from schemas.training import OptimizerConfig, Tracker
 
 
 @dataclass

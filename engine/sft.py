@@ -46,10 +46,10 @@ from engine.session import (
     trainer_settings,
 )
 from engine.trackers import check_trackers, tracker_callbacks
-from schemas.config import SftConfig
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
+from schemas.training import SftConfig
 
 
 class SpanSftTrainer(StageTrainer, SFTTrainer):

@@ -24,7 +24,7 @@ from engine.deal import lpt
 from engine.group import Group
 from engine.health import check_scores
 from engine.scores import Scorer
-from schemas.config import SimpoConfig
+from schemas.training import SimpoConfig
 
 TOKENS_PER_BATCH = 8192
 """Padded tokens that are scored at once where branches are short; nothing is kept for a backward pass."""

@@ -11,9 +11,9 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from schemas.config import Tracker
 from schemas.errors import UserError
 from schemas.spec import TrainSpec
+from schemas.training import Tracker
 
 
 def check_trackers(trackers: Sequence[Tracker]) -> None:

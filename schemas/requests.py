@@ -16,13 +16,12 @@ from schemas.config import (
     PairsConfig,
     PromoteConfig,
     RenderConfig,
-    SftConfig,
-    SimpoConfig,
     SourceConfig,
     SplitConfig,
 )
 from schemas.refs import EvaluatedAdapter, Ref
 from schemas.reports import Evaluated, Paired, StageResult
+from schemas.training import SftConfig, SimpoConfig
 
 StageName = Literal["ingest", "model", "render", "pairs", "sft", "simpo", "evaluate", "promote"]
 

@@ -10,9 +10,10 @@ from typing import Annotated, Final, Literal, Self, get_args
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from schemas.base import Frozen, first_problem
-from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, SftConfig, SimpoConfig
+from schemas.config import EvaluateConfig, LoraConfig, ModelConfig
 from schemas.errors import UserError
 from schemas.refs import EvaluatedAdapter, Ref
+from schemas.training import SftConfig, SimpoConfig
 
 ADAPTERS: Final = {"sft": (), "simpo": ("start",), "evaluate": get_args(EvaluatedAdapter)}
 """The names that a spec's adapters go by, for each stage."""

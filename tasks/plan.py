@@ -13,8 +13,9 @@ from engine.deal import PairCost, deal
 from engine.memory import GIB, Ledger, Setup
 from engine.plan import FIELDS, MemoryPlan
 from schemas.base import LARGEST, Frozen, Section
-from schemas.config import RunConfig, SimpoConfig
+from schemas.config import RunConfig
 from schemas.errors import UserError
+from schemas.training import SimpoConfig
 from tasks.model_shape import SHAPES as SHAPES
 from tasks.model_shape import ModelShape, read_shape
 from tasks.plan_engine import check_engine

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Final
 
 from artifacts.store import Store
-from schemas.config import LoraConfig, ModelConfig, SftConfig
+from schemas.config import LoraConfig, ModelConfig
 from schemas.refs import Ref
 from schemas.reports import Trained
 from schemas.spec import TrainSpec
+from schemas.training import SftConfig
 from tasks.launch import run_spec, store_training
 
 STAGE_VERSION: Final = 3

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Final
 
 from artifacts.store import Store
-from schemas.config import ModelConfig, SimpoConfig
+from schemas.config import ModelConfig
 from schemas.errors import UserError
 from schemas.refs import Ref
 from schemas.reports import Paired, Trained
 from schemas.spec import TrainSpec
+from schemas.training import SimpoConfig
 from tasks.launch import run_spec, store_training
 
 STAGE_VERSION: Final = 3

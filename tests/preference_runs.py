@@ -18,9 +18,9 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from engine import preference
 from engine.group import Group
 from engine.session import Stop
-from schemas.config import OptimizerConfig, SimpoConfig
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
+from schemas.training import OptimizerConfig, SimpoConfig
 
 BETA, GAMMA = 2.0, 0.6
 CONFIG = SimpoConfig(

@@ -11,8 +11,8 @@ import pytest
 from conftest import REPOSITORY
 
 from artifacts.store import write_atomically
-from schemas.config import OptimizerConfig, SimpoConfig
 from schemas.spec import TrainSpec
+from schemas.training import OptimizerConfig, SimpoConfig
 from tasks import launch as launcher
 
 CONFIG = SimpoConfig(

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY
 
-from schemas.config import RunConfig, SimpoConfig
+from schemas.config import RunConfig
 from schemas.errors import UserError
 from schemas.load import ConfigError, load_config, parse_override
+from schemas.training import SimpoConfig
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
 DEMO = REPOSITORY / "configs" / "demo.toml"

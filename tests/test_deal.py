@@ -10,7 +10,7 @@ import pytest
 from engine.cost import BranchCost, CostModel, cost_model
 from engine.deal import Deal, PairCost, Plan, deal, describe, idle_share, lpt
 from engine.schedule import n_in_epochs, training_windows, window_size
-from schemas.config import SimpoConfig
+from schemas.training import SimpoConfig
 from tasks.plan import SHAPES
 
 MODEL = cost_model(SHAPES["qwen3-8b"], recomputes=True)

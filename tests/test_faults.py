@@ -23,17 +23,11 @@ from engine import preference
 from engine.checkpoints import latest_checkpoint
 from engine.group import Group
 from engine.session import Stop
-from schemas.config import (
-    EvaluateConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PromoteConfig,
-    SftConfig,
-)
+from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, PromoteConfig
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
+from schemas.training import OptimizerConfig, SftConfig
 from tasks import launch as launcher
 from tasks.evaluate import evaluate
 from tasks.launch import launch, run_spec

@@ -16,9 +16,9 @@ from engine import preference
 from engine.checkpoints import latest_checkpoint
 from engine.group import Group
 from engine.session import Stop
-from schemas.config import EarlyStopConfig
 from schemas.errors import StageError
 from schemas.reports import TrainReport
+from schemas.training import EarlyStopConfig
 from tasks import launch as launcher
 from tasks.launch import launch
 

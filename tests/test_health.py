@@ -32,10 +32,10 @@ from engine.session import Meter, Stop
 from engine.shared_prefix import common_prefix
 from engine.trackers import check_trackers
 from engine.train import be_deterministic
-from schemas.config import EarlyStopConfig, OptimizerConfig, SftConfig, SimpoConfig
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
+from schemas.training import EarlyStopConfig, OptimizerConfig, SftConfig, SimpoConfig
 
 CONFIG = SimpoConfig(
     optimizer=OptimizerConfig(learning_rate=5e-3, warmup_share=0.0), plan="sequential", epochs=3, save_steps=2, seed=3

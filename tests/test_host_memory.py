@@ -20,8 +20,8 @@ from engine.memory import GIB
 from engine.offload import HostPool, numbered, pin
 from engine.out_of_memory import memory_advice
 from engine.scorers import open_engine
-from schemas.config import OptimizerConfig, SimpoConfig
 from schemas.errors import StageError, UserError
+from schemas.training import OptimizerConfig, SimpoConfig
 
 ALLOCATIONS = """
 import torch

@@ -20,9 +20,10 @@ from engine.memory import GIB, Setup, trained_parameters
 from engine.out_of_memory import Allocated, comparison, components_of, memory_advice, side_of
 from engine.scorers import open_engine
 from engine.session import Stop
-from schemas.config import LoraConfig, ModelConfig, OptimizerConfig, SftConfig, SimpoConfig
+from schemas.config import LoraConfig, ModelConfig
 from schemas.errors import StageError
 from schemas.spec import TrainSpec
+from schemas.training import OptimizerConfig, SftConfig, SimpoConfig
 from tasks.plan import SHAPES
 
 QWEN3_8B = SHAPES["qwen3-8b"]

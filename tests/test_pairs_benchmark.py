@@ -13,7 +13,7 @@ from benchmarks import pairs_results, pairs_two_gpus
 from benchmarks.made_up import log_uniform, scored_spans
 from benchmarks.pairs_cases import CASES, EVEN, seen_in_order
 from engine.schedule import training_windows
-from schemas.config import SimpoConfig
+from schemas.training import SimpoConfig
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,10 +19,10 @@ from engine.losses import PairLoss
 from engine.scores import token_logprobs
 from engine.session import Stop
 from engine.start_scores import load_logprobs, save_logprobs
-from schemas.config import OptimizerConfig
 from schemas.errors import StageError, UserError
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
+from schemas.training import OptimizerConfig
 
 pytest_plugins = ("preference_fixtures",)
 pytestmark = pytest.mark.usefixtures("exact")

@@ -23,9 +23,9 @@ from training_inputs import start_model
 from engine.checkpoints import latest_checkpoint
 from engine.data import Branch, BranchTable, read_pairs
 from engine.loading import trainable_parameters
-from schemas.config import SimpoConfig
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
+from schemas.training import SimpoConfig
 
 pytest_plugins = ("preference_fixtures",)
 pytestmark = pytest.mark.usefixtures("exact")

@@ -26,8 +26,9 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from engine.data import BranchTable, collate, read_pairs
 from engine.loading import load_base, load_tokenizer, new_adapter, save_adapter, trainable_parameters
 from engine.schedule import training_windows
-from schemas.config import LoraConfig, SimpoConfig
+from schemas.config import LoraConfig
 from schemas.spec import TrainSpec
+from schemas.training import SimpoConfig
 
 pytest_plugins = ("preference_fixtures",)
 pytestmark = pytest.mark.usefixtures("exact")

@@ -25,9 +25,9 @@ from engine.reference_scores import (
     reference_scores,
 )
 from engine.scores import token_logprobs
-from schemas.config import SimpoConfig
 from schemas.errors import StageError
 from schemas.spec import TrainSpec
+from schemas.training import SimpoConfig
 
 
 @pytest.fixture(scope="module")

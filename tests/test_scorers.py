@@ -27,9 +27,10 @@ from engine.memory import GIB, Setup
 from engine.scorers import open_engine
 from engine.scores import split_head, token_logprobs
 from engine.session import Stop
-from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig, SimpoConfig
+from schemas.config import EvaluateConfig, LoraConfig, ModelConfig
 from schemas.errors import StageError, UserError
 from schemas.spec import TrainSpec
+from schemas.training import OptimizerConfig, SftConfig, SimpoConfig
 from tasks.plan import SHAPES
 
 OPTIMIZER = OptimizerConfig(learning_rate=5e-3, warmup_share=0.0, max_grad_norm=0.3)

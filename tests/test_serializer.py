@@ -11,11 +11,12 @@ from artifacts.cache import FileLocks, stage_key
 from artifacts.locks import in_use, locked, nobody_uses
 from artifacts.serializer import ArtifactSerializer, verify_once
 from artifacts.store import Store
-from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, PairsConfig, RenderConfig, SftConfig, SplitConfig
+from schemas.config import EvaluateConfig, LoraConfig, ModelConfig, PairsConfig, RenderConfig, SplitConfig
 from schemas.errors import ArtifactError, StageError, UserError
 from schemas.refs import Ref
 from schemas.reports import Paired, PairReport, StageResult
 from schemas.requests import EvaluateRequest, IngestRequest, PairsRequest, RenderRequest, SftRequest
+from schemas.training import SftConfig
 
 
 @pytest.fixture

@@ -18,12 +18,13 @@ from engine.group import Group
 from engine.loading import load_base, new_adapter
 from engine.scores import token_logprobs
 from engine.session import Stop
-from schemas.config import EarlyStopConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig
+from schemas.config import LoraConfig, ModelConfig
 from schemas.errors import StageError, UserError
 from schemas.refs import Ref
 from schemas.reports import TrainReport
 from schemas.spec import TrainSpec
 from schemas.tables import BRANCHES
+from schemas.training import EarlyStopConfig, OptimizerConfig, SftConfig
 
 CONFIG = SftConfig(
     optimizer=OptimizerConfig(learning_rate=5e-3, warmup_share=0.0), epochs=3, tokens_per_micro_batch=400, seed=1

@@ -23,8 +23,8 @@ from engine import group as ranks
 from engine import train
 from engine.group import Group, Launch
 from engine.session import Stop
-from schemas.config import SftConfig
 from schemas.errors import StageError, UserError
+from schemas.training import SftConfig
 from tasks.rank_errors import root_cause
 
 

@@ -24,10 +24,11 @@ from engine.group import Group
 from engine.inputs import verify_inputs
 from engine.loading import load_adapter, load_base
 from engine.session import Stop
-from schemas.config import EvaluateConfig, SimpoConfig
+from schemas.config import EvaluateConfig
 from schemas.errors import UserError
 from schemas.refs import ORIGIN_FILE
 from schemas.spec import TrainSpec, read_spec
+from schemas.training import SimpoConfig
 
 Rows = list[dict[str, Any]]
 Edit = Callable[[Rows], Any]

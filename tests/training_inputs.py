@@ -16,11 +16,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from artifacts.store import payload_digest
 from artifacts.tables import write_table
 from engine.loading import load_adapter, load_base, new_adapter, save_adapter
-from schemas.config import LoraConfig, ModelConfig, SimpoConfig
+from schemas.config import LoraConfig, ModelConfig
 from schemas.refs import Kind, Ref
 from schemas.reports import Paired, PairReport
 from schemas.spec import TrainSpec
 from schemas.tables import BRANCHES, PAIRS, SPAN_KINDS
+from schemas.training import SimpoConfig
 
 VOCABULARY = 64
 ACTION, OBSERVATION, PROMPT, TURN_END = (SPAN_KINDS.index(n) for n in ("action", "observation", "prompt", "turn_end"))
