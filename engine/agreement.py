@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoints import content_of
-from engine.collectives import compare_digests, tensor_digest
+from engine.collectives import compare_digests, gather_objects, tensor_digest
 from engine.data import Pair
 from engine.deal import Deal
 from engine.group import Group
 from engine.loading import trainable_parameters
+from schemas.errors import UserError
 from schemas.spec import TrainSpec
 
 _WHEN = "before step 1"
@@ -55,9 +56,18 @@ def compare_plans(group: Group, dealt: Sequence[Deal], checkpoint: Path | None) 
     """Who works on which branch, and what training goes on from: the checkpoint's content, not its name.
 
     Raises:
-        StageError: they differ.
+        UserError: a rank's folder holds another checkpoint: it is a node's own.
+        StageError: the plans differ.
         PeerLostError: a rank died.
     """
-    resumed = f"{checkpoint.name} {content_of(checkpoint)}" if checkpoint else "none"
-    digests = {"who works on which branch": _text_digest(dealt), "the checkpoint": resumed}
-    compare_digests(group, digests, _WHEN)
+    compare_digests(group, {"who works on which branch": _text_digest(dealt)}, _WHEN)
+    names = gather_objects(group, checkpoint.name if checkpoint else "no checkpoint")
+    contents = gather_objects(group, content_of(checkpoint) if checkpoint else "")
+    for rank, (name, content) in enumerate(zip(names, contents, strict=True)):
+        if content != contents[0]:
+            another = name if name != names[0] else f"another {name}"
+            raise UserError(
+                f"rank 0 would go on from {names[0]}, rank {rank} from {another}",
+                where="the folder of spec.json",
+                fix="let all nodes share one, or copy what lies in that of rank 0 to the others",
+            )

@@ -155,7 +155,7 @@ def test_checkpoints_of_equal_names_are_compared_by_what_they_hold(spec: TrainSp
     mark.write_text(f"{mark.read_text().split()[0]} {run.digest()}")
     outputs, codes = start_ranks(run, 2, tmp_path / "run", own_folder=tmp_path / "other")
     assert 0 not in codes
-    assert "ranks 0 and 1 differ before step 1: the checkpoint (1 in all)" in outputs[0]
+    assert "rank 0 would go on from checkpoint-4, rank 1 from another checkpoint-4" in outputs[0]
 
 
 def test_scores_of_the_start_are_those_that_rank_0_has_kept(spec: TrainSpec, tmp_path: Path) -> None:
