@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import REPOSITORY
 from rank_faults import CONFIG, prepare
@@ -37,7 +39,9 @@ def start_nodes(specs: list[Path], timeout_s: float = 120) -> list[tuple[int, st
         said = [agent.communicate(timeout=timeout_s)[0] for agent in agents]
     finally:
         for agent in agents:
-            agent.kill()  # its ranks end with it: they lose their store
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in (*psutil.Process(agent.pid).children(), agent):
+                    process.kill()
     return [(agent.returncode, output) for agent, output in zip(agents, said, strict=True)]
 
 
